@@ -1,0 +1,1 @@
+"""Where the plugin meets Megatron: patch records and what they install."""

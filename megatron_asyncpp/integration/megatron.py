@@ -1,0 +1,132 @@
+"""The patch records: every Megatron symbol that the plugin replaces, and why.
+
+Each replacement calls the original unless an ``--asyncpp-schedule`` was asked for. Megatron looks these symbols up in
+their module's globals at every call, so it doesn't matter who imported Megatron first.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from argparse import Namespace
+from collections.abc import Callable
+from typing import Any
+
+from megatron_asyncpp import arguments
+from megatron_asyncpp.errors import AsyncPPError, leave
+from megatron_asyncpp.integration.patching import Patch
+
+VERSIONS = ">=0.19,<0.20"
+
+
+def _add_megatron_arguments(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def add_megatron_arguments(parser: Any) -> Any:
+        return arguments.add_arguments(original(parser))
+
+    return add_megatron_arguments
+
+
+def _check_or_leave(args: Namespace) -> None:
+    try:
+        arguments.check(args, sys.argv[1:])
+    except AsyncPPError as error:
+        leave(error)
+
+
+def _parse_args(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def parse_args(*positional: Any, **named: Any) -> Namespace:
+        args: Namespace = original(*positional, **named)
+        _check_or_leave(args)
+        return args
+
+    return parse_args
+
+
+def _validate_args(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def validate_args(args: Namespace, *positional: Any, **named: Any) -> Any:
+        result = original(args, *positional, **named)
+        _check_or_leave(args)
+        return result
+
+    return validate_args
+
+
+def _train(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def train(
+        forward_step_func: Any, model: Any, optimizer: Any, opt_param_scheduler: Any, *positional: Any, **named: Any
+    ) -> Any:
+        from megatron.training import get_args
+
+        from megatron_asyncpp.integration.run import running
+
+        args = get_args()
+        config = arguments.config_from(args)
+        if config is None:
+            return original(forward_step_func, model, optimizer, opt_param_scheduler, *positional, **named)
+        with running(config, args, model, optimizer, opt_param_scheduler):
+            return original(forward_step_func, model, optimizer, opt_param_scheduler, *positional, **named)
+
+    return train
+
+
+def _get_forward_backward_func(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def get_forward_backward_func(*positional: Any, **named: Any) -> Callable[..., Any]:
+        from megatron_asyncpp.integration.run import current
+
+        megatron_func: Callable[..., Any] = original(*positional, **named)
+        pipeline = current()
+        if pipeline is None:
+            return megatron_func
+
+        @functools.wraps(megatron_func)
+        def forward_backward_func(*, forward_only: bool = False, **call: Any) -> Any:
+            if forward_only:  # evaluation, between two calls: the parameters are the newest version
+                return megatron_func(forward_only=True, **call)
+            for name in ("adjust_tensor_shapes_fn", "p2p_communicator", "pg_collection"):
+                if call.pop(name, None) is not None:
+                    raise RuntimeError(f"a schedule of megatron_asyncpp can't honour {name}")
+            del call["model"]  # the one that the pipeline was set up with
+            return pipeline.forward_backward(**call)
+
+        return forward_backward_func
+
+    return get_forward_backward_func
+
+
+PATCHES = (
+    Patch(
+        "megatron.training.arguments:add_megatron_arguments",
+        _add_megatron_arguments,
+        "adds the --asyncpp-* flags to Megatron's",
+        VERSIONS,
+    ),
+    Patch(
+        "megatron.training.arguments:parse_args",
+        _parse_args,
+        "checks the request as soon as it is known, before Megatron's own assertions and any process group",
+        VERSIONS,
+    ),
+    Patch(
+        "megatron.training.arguments:validate_args",
+        _validate_args,
+        "checks it again, since Megatron derives some arguments from others here",
+        VERSIONS,
+    ),
+    Patch(
+        "megatron.training.training:train",
+        _train,
+        "builds the stage's pipeline around Megatron's training loop, where model and iteration are known",
+        VERSIONS,
+    ),
+    Patch(
+        "megatron.training.training:get_forward_backward_func",
+        _get_forward_backward_func,
+        "gives the loop the pipeline's forward_backward in place of Megatron's schedule",
+        VERSIONS,
+    ),
+)

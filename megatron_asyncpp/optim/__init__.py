@@ -1,0 +1,1 @@
+"""What the plugin adds to optimizers; nothing here knows of schedules."""

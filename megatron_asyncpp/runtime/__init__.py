@@ -1,0 +1,1 @@
+"""Executes a plan: its actions with Megatron's own functions, its weight versions, its optimizer step."""

@@ -1,0 +1,47 @@
+"""Debug mode (``--asyncpp-check-versions``): every tensor that a backward uses must be of the weights of its forward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megatron_asyncpp.runtime.weights import WeightRing
+
+
+class VersionCheck:
+    """Saved-tensor hooks that stamp each saved weight with its version, and compare when the backward reads it.
+
+    Two things can go wrong, and neither raises an error by itself: the parameter that autograd saved shows another
+    version by then, since a saved leaf follows ``param.data``; or the buffer that a saved view lies in was
+    overwritten by a later version.
+    """
+
+    def __init__(self, ring: WeightRing, names: dict[torch.nn.Parameter, str]) -> None:
+        """Check the weights of a ring; ``names`` is for the messages."""
+        self._ring = ring
+        self._names = names
+
+    def watch(self) -> torch.autograd.graph.saved_tensors_hooks:
+        """A context for a forward."""
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        place = self._ring.find(tensor)
+        if place is None:
+            return tensor
+        parameter, version = place
+        return tensor, parameter, version
+
+    def _unpack(self, packed: Any) -> torch.Tensor:
+        if isinstance(packed, torch.Tensor):
+            return packed
+        tensor, parameter, version = packed
+        place = self._ring.find(tensor)
+        now = None if place is None else place[1]
+        if now != version:
+            saved = "the weight" if tensor is parameter else "a view of the weight"
+            raise RuntimeError(
+                f"a backward uses {saved} {self._names[parameter]} of V({now}), but its forward ran on V({version})"
+            )
+        return tensor

@@ -1,0 +1,251 @@
+"""Executes the plan of one stage with Megatron's forward_step, backward_step and P2PCommunicator.
+
+There is no schedule logic here: what runs next, on which weights, and what is sent and received in between is all in
+the plan. Megatron calls ``forward_backward`` once an iteration, and each call runs the plan up to the next ``Begin``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core.pipeline_parallel import schedules as megatron
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+from megatron_asyncpp.runtime.check import VersionCheck
+from megatron_asyncpp.runtime.step import Outcome, TwoHalfStep
+from megatron_asyncpp.runtime.weights import WeightRing
+from megatron_asyncpp.schedules.actions import Action, Backward, Begin, Finish, Flush, Forward
+from megatron_asyncpp.schedules.exchanges import Exchange
+
+# Called with every action just before it is executed: how a test or a tool sees what really ran.
+observers: list[Callable[[Action], None]] = []
+
+
+class _InFlight(NamedTuple):
+    """A forward whose backward is still to come."""
+
+    action: Forward
+    inputs: Any
+    outputs: Any
+
+
+class _Batch:
+    """What Megatron's schedule gathers over a batch; forwards of two batches interleave, so each has its own."""
+
+    def __init__(self) -> None:
+        self.losses: list[Any] = []
+        self.tokens = torch.zeros([], dtype=torch.int, device=torch.cuda.current_device())
+
+
+class Pipeline:
+    """One stage of a pipeline that runs a plan.
+
+    Between two calls nothing is on the wire, and the model's parameters are the newest version. What stays is the
+    stage's in-flight activations and one received input.
+    """
+
+    def __init__(
+        self,
+        plan: Iterator[Action | Exchange],
+        model: torch.nn.Module,
+        ring: WeightRing,
+        step: TwoHalfStep,
+        check: VersionCheck | None,
+    ) -> None:
+        """Set up a stage.
+
+        Args:
+            plan: its actions and exchanges, in order.
+            model: the stage's only model chunk, as Megatron wraps it.
+            ring: the versions of its weights.
+            step: its optimizer step.
+            check: the debug check of weight versions, or None.
+        """
+        self._plan = plan
+        self._next = next(plan, None)
+        self._model = model
+        self._config = megatron.get_model_config(model)
+        self._groups = megatron._build_default_pg_collection()
+        self._wire = P2PCommunicator(pp_group=self._groups.pp, config=self._config)
+        self._ring = ring
+        self._step = step
+        self._check = check
+        self._in_flight: deque[_InFlight] = deque()
+        self._batches: dict[int, _Batch] = {}
+        self._to_send: Any = None  # made by the last action: output tensors, or gradients of input tensors
+        self._received: Any = None  # for the next action
+
+    def forward_backward(
+        self,
+        *,
+        forward_step_func: Callable[..., Any],
+        data_iterator: Any,
+        num_microbatches: int,
+        seq_length: int,
+        micro_batch_size: int,
+        decoder_seq_length: int | None = None,
+        force_all_reduce: bool = False,
+    ) -> list[Any]:
+        """Run the plan up to the next ``Begin``: what Megatron's forward_backward_func does in one iteration.
+
+        Args:
+            forward_step_func: Megatron's, ``(data_iterator, model) -> (output, loss function)``.
+            data_iterator: of this stage's microbatches; it runs ahead of the batch by the stage's lead.
+            num_microbatches: M.
+            seq_length: in tokens, before sequence and context parallelism.
+            micro_batch_size: in sequences.
+            decoder_seq_length: in tokens, if it isn't ``seq_length``.
+            force_all_reduce: all-reduce the gradients instead of reduce-scattering them.
+
+        Returns:
+            What the loss function reported for each microbatch of this batch; empty except on the last stage.
+        """
+        config = self._config
+        if isinstance(data_iterator, list):
+            (data_iterator,) = data_iterator
+        shapes = megatron.get_tensor_shapes(
+            seq_length=seq_length,
+            micro_batch_size=micro_batch_size,
+            decoder_seq_length=decoder_seq_length,
+            config=config,
+            tp_group=self._groups.tp,
+            cp_group=self._groups.cp,
+        )
+        if config.timers is not None:
+            config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
+        gradient_sync = _GradientSync(config, self._model, self._wire.is_pp_first_stage)
+        for action in self._run_until_begin():
+            if isinstance(action, Exchange):
+                self._exchange(action, shapes)
+            elif isinstance(action, Forward):
+                self._forward(action, forward_step_func, data_iterator, num_microbatches)
+            elif isinstance(action, Backward):
+                if action.microbatch + 1 == num_microbatches:
+                    gradient_sync.last_backward_comes()
+                self._backward(action)
+            elif isinstance(action, Finish):
+                self._step.finish(action.batch)
+            elif isinstance(action, Flush) and self._in_flight:
+                raise RuntimeError(f"flush after batch {action.batch} with forwards in flight: the plan is wrong")
+        gradient_sync.end()
+        self._ring.lend(self._ring.newest)
+        assert isinstance(self._next, Begin)
+        batch = self._batches.pop(self._next.batch)
+        config.finalize_model_grads_func(
+            [self._model],
+            batch.tokens if config.calculate_per_token_loss else None,
+            pg_collection=self._groups,
+            force_all_reduce=force_all_reduce,
+        )
+        if config.timers is not None:
+            config.timers("forward-backward").stop()
+        return batch.losses
+
+    def optimizer_step(self, samples: int) -> Outcome | None:
+        """Begin the step of the batch that the last call ran, and finish it if the plan does so at once.
+
+        Args:
+            samples: in the batch, over all data-parallel ranks; what the learning-rate schedule counts.
+
+        Returns:
+            The outcome of the last finished step, or None if none was finished yet.
+        """
+        begin = self._take()
+        assert isinstance(begin, Begin)
+        self._step.begin(begin.batch, samples)
+        while isinstance(self._next, Finish):
+            self._step.finish(self._take().batch)
+        self._ring.lend(self._ring.newest)
+        return self._step.outcome
+
+    def _run_until_begin(self) -> Iterator[Action | Exchange]:
+        while not isinstance(self._next, Begin):
+            yield self._take()
+
+    def _take(self) -> Any:
+        action, self._next = self._next, next(self._plan, None)
+        if action is None:
+            raise RuntimeError("the plan has no more batches, but Megatron's loop goes on: train_iters changed")
+        if not isinstance(action, Exchange):
+            for observe in observers:
+                observe(action)
+        return action
+
+    def _exchange(self, exchange: Exchange, shapes: Any) -> None:
+        wire, made = self._wire, self._to_send
+        first, last = wire.is_pp_first_stage, wire.is_pp_last_stage
+        match exchange:
+            case Exchange(None, "forward"):
+                self._received = wire.recv_forward(shapes, first)
+            case Exchange(None, "backward"):
+                self._received = wire.recv_backward(shapes, last)
+            case Exchange("forward", None):
+                wire.send_forward(made, last)
+            case Exchange("backward", None):
+                wire.send_backward(made, first)
+            case Exchange("forward", "backward"):
+                self._received = wire.send_forward_recv_backward(made, shapes, last)
+            case Exchange("backward", "forward"):
+                self._received = wire.send_backward_recv_forward(made, shapes, first)
+        if exchange.send == "forward":
+            # Only the graph of an output is needed once it was sent.
+            megatron.deallocate_output_tensor(made, self._config.deallocate_pipeline_outputs)
+        if exchange.send is not None:
+            self._to_send = None
+
+    def _forward(self, action: Forward, function: Callable[..., Any], data: Any, num_microbatches: int) -> None:
+        self._ring.lend(action.version)
+        batch = self._batches.setdefault(action.batch, _Batch())
+        inputs, self._received = self._received, None
+        with self._check.watch() if self._check else contextlib.nullcontext():
+            outputs, tokens = megatron.forward_step(
+                function,
+                data,
+                self._model,
+                num_microbatches,
+                inputs,
+                batch.losses,
+                self._config,
+                cp_group_size=self._groups.cp.size(),
+                is_first_microbatch=action.microbatch == 0,
+                current_microbatch=action.microbatch,
+                is_last_stage=self._wire.is_pp_last_stage,
+            )
+        batch.tokens += tokens
+        self._in_flight.append(_InFlight(action, inputs, outputs))
+        self._to_send = outputs
+
+    def _backward(self, action: Backward) -> None:
+        forward, inputs, outputs = self._in_flight.popleft()
+        ran = (forward.microbatch, forward.batch, forward.version)
+        if ran != (action.microbatch, action.batch, action.version):
+            raise RuntimeError(f"{action} follows {forward}: the plan is wrong")
+        self._ring.lend(action.version)
+        received, self._received = self._received, None
+        self._to_send = megatron.backward_step(inputs, outputs, received, self._config)
+
+
+class _GradientSync:
+    """Keeps the data-parallel gradient reduction off until the batch's last backward, as Megatron's schedule does."""
+
+    def __init__(self, config: Any, model: torch.nn.Module, first_stage: bool) -> None:
+        self._config = config
+        self._model = model
+        self._at_last_backward = config.grad_sync_func is None or first_stage
+        self._off = contextlib.ExitStack()
+        self._off.enter_context((config.no_sync_func or contextlib.nullcontext)())
+
+    def last_backward_comes(self) -> None:
+        """Let the buckets be reduced as the last backward fills them."""
+        if self._at_last_backward:
+            self._off.close()
+
+    def end(self) -> None:
+        """After the last backward: reduce what isn't on its way yet."""
+        if not self._at_last_backward:
+            self._off.close()
+            self._config.grad_sync_func(self._model.parameters())

@@ -1,0 +1,65 @@
+"""What a stage does, as data. A plan is an iterator of these actions, in the order in which its stage executes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """Run the forward of one microbatch on V(version)."""
+
+    microbatch: int
+    batch: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Backward:
+    """Run the backward of one microbatch; V(version) must be the weights its forward ran on."""
+
+    microbatch: int
+    batch: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Flush:
+    """The pipeline is empty here: nothing is in flight on this stage, and nothing was sent ahead to it."""
+
+    batch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """The batch's gradients are final: begin its optimizer step. This ends the call that Megatron makes for the batch."""
+
+    batch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """Finish the batch's optimizer step: V(batch + 1) exists from here on."""
+
+    batch: int
+
+
+Compute = Forward | Backward
+Action = Forward | Backward | Flush | Begin | Finish
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What a schedule must know of one batch.
+
+    Attributes:
+        index: k, counted from zero; Megatron calls it iteration k.
+        microbatches: M.
+        version: the weights W(k) that all of it runs on, as the index of V.
+        flush: whether the pipeline drains after it (the last batch of a run does).
+    """
+
+    index: int
+    microbatches: int
+    version: int
+    flush: bool

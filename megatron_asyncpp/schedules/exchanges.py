@@ -1,0 +1,69 @@
+"""Where the messages of a plan go: the sends and receives between a stage's actions.
+
+They follow from the plan alone, as in Megatron's 1F1B: a forward's output is sent as soon as it exists, and what
+the next forward or backward needs is received just before it. Where a stage sends to the neighbour from which it
+receives, both are one combined call, so that no pair of neighbours waits for each other with two sends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_asyncpp.schedules.actions import Action, Backward, Compute, Flush, Forward
+
+Payload = Literal["forward", "backward"]  # activations, to the next stage; their gradients, to the previous one
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """One call of the communicator: send what the last action made, receive what the next one needs, or both."""
+
+    send: Payload | None
+    receive: Payload | None
+
+
+def with_exchanges(actions: Iterable[Action]) -> Iterator[Action | Exchange]:
+    """The same actions with every ``Exchange`` in its place.
+
+    An exchange comes before whatever stands between two computations (``Begin``, ``Finish``), so the receive of
+    a message is in the same call as its send, and between calls nothing is on the wire. After a ``Flush`` nothing
+    was sent ahead: the next receive waits until the next computation.
+
+    The first and the last stage have a neighbour on one side only; their exchanges with the missing one are
+    listed too, and are nothing to do.
+    """
+    made: Payload | None = None  # by the last computation, and not yet sent
+    held: list[Action] = []
+    for action in actions:
+        if isinstance(action, Compute):
+            yield from _exchange(made, _payload(action))
+            yield from held
+            held.clear()
+            yield action
+            made = _payload(action)
+        elif isinstance(action, Flush):
+            yield from _exchange(made, None)
+            made = None
+            yield action
+        elif made is None:
+            yield action
+        else:
+            held.append(action)
+
+
+def _payload(action: Compute) -> Payload:
+    return "forward" if isinstance(action, Forward) else "backward"
+
+
+def _exchange(send: Payload | None, receive: Payload | None) -> Iterator[Exchange]:
+    # A forward's output goes to the next stage, and a backward's gradient comes from there, so these two share a
+    # neighbour, and the reverse pair shares the other. Two forwards in a row (or two backwards) don't.
+    if send is not None and receive is not None and send != receive:
+        yield Exchange(send, receive)
+    else:
+        if send is not None:
+            yield Exchange(send, None)
+        if receive is not None:
+            yield Exchange(None, receive)

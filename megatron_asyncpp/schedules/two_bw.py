@@ -1,0 +1,47 @@
+"""PipeDream-2BW (arXiv:2006.09503): one forward, one backward, and no flush between batches.
+
+A stage runs ``P - 1 - s`` forwards ahead of its backwards, as in 1F1B, but the forwards that it runs ahead of a
+batch's last backwards are those of the next batch. So the pipeline never drains, and a stage needs two weight
+versions: that of the batch whose backwards it runs, and that of the batch whose forwards it has started.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from megatron_asyncpp.schedules.actions import Action, Backward, Batch, Begin, Finish, Flush, Forward
+
+
+def two_bw(stage: int, stages: int, batches: Iterable[Batch]) -> Iterator[Action]:
+    """The actions of one stage (0 is first) in a pipeline of ``stages``, for consecutive batches.
+
+    The optimizer step is finished as soon as it is begun. Every batch needs at least ``stages`` microbatches, else
+    the forwards that run ahead would be of a batch after next, whose weights don't exist yet.
+    """
+    lead = stages - 1 - stage
+    upcoming = iter(batches)
+    batch = next(upcoming, None)
+    forwards: list[Forward] = []  # that are still to be run, of this batch and the lead ones of the next
+    primed = False  # whether the lead forwards of this batch ran already
+    while batch is not None:
+        following = next(upcoming, None)
+        forwards += _forwards(batch, lead if primed else 0, batch.microbatches)
+        if not batch.flush and following is not None:
+            forwards += _forwards(following, 0, lead)
+        if not primed:
+            yield from forwards[:lead]
+            del forwards[:lead]
+        for microbatch in range(batch.microbatches):
+            if forwards:
+                yield forwards.pop(0)
+            yield Backward(microbatch, batch.index, batch.version)
+        if batch.flush:
+            yield Flush(batch.index)
+        yield Begin(batch.index)
+        yield Finish(batch.index)
+        primed = not batch.flush
+        batch = following
+
+
+def _forwards(batch: Batch, start: int, stop: int) -> list[Forward]:
+    return [Forward(microbatch, batch.index, batch.version) for microbatch in range(start, stop)]
