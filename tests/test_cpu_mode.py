@@ -1,0 +1,422 @@
+"""CPU mode: the three faults that once stayed silent while the loss fell, the flags, and that it is opt-in.
+
+install() changes torch for the whole process, so what needs it runs after the `cpu_mode` fixture, and what needs an
+untouched torch runs in a process of its own.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import multiprocessing
+import os
+import subprocess
+import sys
+import types
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from megatron_asyncpp.errors import AsyncPPError
+from megatron_asyncpp.integration import cpu, patching
+from megatron_asyncpp.integration.patching import Patch
+from tests.harness.flags import tiny_flags
+from tests.harness.results import compare_weights
+from tests.harness.run import run
+
+ROOT = Path(__file__).resolve().parents[1]
+SEED = 1234
+
+
+@pytest.fixture(scope="module")
+def cpu_mode() -> None:
+    cpu.install()
+
+
+@pytest.fixture
+def world_of_one(cpu_mode: None) -> Iterator[None]:
+    """Megatron's groups in this one process."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    model_parallel_cuda_manual_seed(SEED)
+    yield
+    parallel_state.destroy_model_parallel()
+    torch.distributed.destroy_process_group()
+
+
+# ---- silent error 1: RNG restores queued for a CUDA start that never comes ----
+
+
+def weights_drawn_by(expert_rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """An expert's weight, a TP-split weight and a replicated one, as a rank draws them one after the other."""
+    from megatron.core.tensor_parallel import random as rng
+
+    rng.model_parallel_cuda_manual_seed(SEED, tp_rank=0, ep_rank=expert_rank, etp_rank=0)
+    with rng.get_cuda_rng_tracker().fork(rng.get_expert_parallel_rng_tracker_name()):
+        expert = torch.randn(8)
+    with rng.get_cuda_rng_tracker().fork():
+        split = torch.randn(8)
+    return expert, split, torch.randn(8)
+
+
+def test_replicated_weights_are_equal_on_expert_ranks_and_experts_are_not(cpu_mode: None) -> None:
+    (expert_0, split_0, replicated_0), (expert_1, split_1, replicated_1) = weights_drawn_by(0), weights_drawn_by(1)
+    assert torch.equal(replicated_0, replicated_1)
+    assert torch.equal(split_0, split_1)
+    assert not torch.equal(expert_0, expert_1)
+    assert not torch.equal(split_0, replicated_0)
+
+
+def test_fork_draws_from_its_own_state_and_puts_the_old_one_back(cpu_mode: None) -> None:
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+
+    tracker = CudaRNGStatesTracker()
+    before = torch.get_rng_state()
+    tracker.add("mine", SEED)
+    with tracker.fork("mine"):
+        first = torch.randn(4)
+    with tracker.fork("mine"):
+        second = torch.randn(4)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(torch.cat([first, second]), torch.randn(8, generator=torch.Generator().manual_seed(SEED)))
+
+
+# ---- silent error 2: a data loader draws its seed from the one RNG ----
+
+
+@pytest.mark.parametrize("given", [{}, {"generator": None}, {"shuffle": True}], ids=str)
+def test_data_loader_leaves_the_rng_alone(cpu_mode: None, given: dict[str, Any]) -> None:
+    before = torch.get_rng_state()
+    assert len(list(DataLoader(list(range(8)), **given))) == 8
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_shuffling_follows_the_seed_and_a_given_generator(cpu_mode: None) -> None:
+    def order(seed: int, **given: Any) -> list[int]:
+        torch.manual_seed(seed)
+        return [int(item) for item in DataLoader(list(range(64)), shuffle=True, **given)]
+
+    assert order(1) == order(1) != order(2)
+    mine = [order(seed, generator=torch.Generator().manual_seed(7)) for seed in (1, 2)]
+    assert mine[0] == mine[1]
+
+
+def test_resume_is_bitwise_with_dropout_and_distributed_optimizer(tmp_path: Path) -> None:
+    """Errors 2 and 3 at once, in Megatron's own loop."""
+
+    flags = ["--hidden-dropout", "0.1", "--attention-dropout", "0.1", "--use-distributed-optimizer"]
+    flags += ["--save", str(tmp_path), "--save-interval", "3", "--ckpt-format", "torch_dist"]
+    whole, resumed = (
+        run(tiny_flags(1, iterations=6, bf16=True, extra=flags + more), 1, "megatron")
+        for more in ([], ["--load", str(tmp_path), "--ckpt-step", "3"])
+    )
+    assert resumed.losses == whole.losses[3:]
+    for left, right in zip(whole.ranks, resumed.ranks, strict=True):
+        compare_weights(left.final, right.final, "weights")
+        compare_weights(left.masters, right.masters, "fp32 masters")
+
+
+# ---- silent error 3: Adam's step is shared or reset when a distributed optimizer loads ----
+
+
+def optimizer_over(model: torch.nn.Module, bf16: bool) -> tuple[Any, Any]:
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.transformer import TransformerConfig
+
+    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, bf16=bf16)
+    wrapped = DistributedDataParallel(config, DistributedDataParallelConfig(use_distributed_optimizer=True), model)
+    settings = OptimizerConfig(optimizer="adam", lr=0.1, clip_grad=0.0, bf16=bf16, use_distributed_optimizer=True)
+    if bf16:
+        settings.params_dtype = torch.bfloat16
+    chained = get_megatron_optimizer(settings, [wrapped])
+    return wrapped, chained
+
+
+def tiny_model(bf16: bool) -> torch.nn.Module:
+    torch.manual_seed(SEED)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Linear(4, 8))
+    return model.to(torch.bfloat16) if bf16 else model
+
+
+def step(wrapped: Any, optimizer: Any, number: int) -> None:
+    generator = torch.Generator().manual_seed(number)
+    for parameter in wrapped.parameters():
+        parameter.main_grad.copy_(torch.randn(parameter.shape, generator=generator))
+    assert optimizer.step()[0]
+
+
+def inner_of(optimizer: Any) -> torch.optim.Optimizer:
+    (distributed,) = optimizer.chained_optimizers
+    return distributed.optimizer
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("sharding", ["dp_reshardable", "fully_reshardable"])
+def test_loaded_distributed_optimizer_goes_on_bitwise(
+    world_of_one: None, tmp_path: Path, bf16: bool, sharding: str
+) -> None:
+    from megatron.core import dist_checkpointing
+
+    def sharded(wrapped: Any, optimizer: Any, is_loading: bool) -> dict[str, Any]:
+        model = {
+            name: dist_checkpointing.ShardedTensor.from_rank_offsets(name, parameter)
+            for name, parameter in wrapped.module.named_parameters()
+        }
+        metadata = {"distrib_optim_sharding_type": sharding, "distrib_optim_fully_reshardable_mem_efficient": False}
+        return {"optimizer": optimizer.sharded_state_dict(dict(model), is_loading, metadata=metadata), "model": model}
+
+    straight, optimizer = optimizer_over(tiny_model(bf16), bf16)
+    step(straight, optimizer, 1)
+    step(straight, optimizer, 2)
+    dist_checkpointing.save(sharded(straight, optimizer, is_loading=False), str(tmp_path))
+
+    resumed, fresh = optimizer_over(tiny_model(bf16), bf16)
+    loaded = dist_checkpointing.load(sharded(resumed, fresh, is_loading=True), str(tmp_path))
+    resumed.module.load_state_dict(loaded["model"])
+    fresh.load_state_dict(loaded["optimizer"])
+
+    steps = [state["step"] for state in inner_of(fresh).state.values()]
+    assert [float(count) for count in steps] == [2.0] * 4
+    assert len({id(count) for count in steps}) == 4, "one step tensor for several parameters counts once for each"
+    for wrapped, its_optimizer in ((straight, optimizer), (resumed, fresh)):
+        step(wrapped, its_optimizer, 3)
+    assert [float(state["step"]) for state in inner_of(fresh).state.values()] == [3.0] * 4
+    for left, right in zip(straight.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(left, right)
+
+
+def test_distributed_optimizer_state_before_the_first_step_is_what_the_first_step_starts_from(
+    world_of_one: None,
+) -> None:
+    (asked, asked_optimizer), (plain, plain_optimizer) = (optimizer_over(tiny_model(False), False) for _ in range(2))
+    asked_optimizer.state_dict()
+    for wrapped, optimizer in ((asked, asked_optimizer), (plain, plain_optimizer)):
+        step(wrapped, optimizer, 1)
+    for left, right in zip(asked.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(left, right)
+
+
+# ---- the rest of what CPU mode replaces ----
+
+
+def gather_sizes(rank: int, store: str, results: Any) -> None:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.FileStore(store, 2), rank=rank, world_size=2)
+    for asynchronous in (False, True):
+        out = [torch.zeros(2), torch.zeros(3)]
+        work = torch.distributed.all_gather(out, torch.full((2 + rank,), 1.0 + rank), async_op=asynchronous)
+        if asynchronous:
+            work.wait()
+        results.put((rank, [tensor.tolist() for tensor in out]))
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_uneven_all_gather(cpu_mode: None, tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")  # the children find torch and CPU mode in memory
+    results = context.SimpleQueue()
+    ranks = [
+        context.Process(target=gather_sizes, args=(rank, str(tmp_path / "store"), results), daemon=True)
+        for rank in range(2)
+    ]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(30)
+    assert [process.exitcode for process in ranks] == [0, 0]
+    for _ in range(4):
+        assert results.get()[1] == [[1.0, 1.0], [2.0, 2.0, 2.0]]
+
+
+def test_expert_split_sizes_are_numpy_and_the_norm_is_marked(cpu_mode: None) -> None:
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.moe import token_dispatcher
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    sizes = token_dispatcher.maybe_move_tensor_to_cpu(torch.tensor([1, 2]), as_numpy=True)
+    assert type(sizes).__module__ == "numpy"
+    assert token_dispatcher.maybe_move_tensor_to_cpu(None, as_numpy=True) is None
+
+    config = TransformerConfig(
+        num_layers=1, hidden_size=8, num_attention_heads=2, tensor_model_parallel_size=2, sequence_parallel=True
+    )
+    config.persist_layer_norm = False
+    norm = WrappedTorchNorm(config, 8)
+    assert [parameter.sequence_parallel for parameter in norm.parameters()] == [True, True]
+    assert config.sequence_parallel
+
+
+def test_one_device_but_no_cuda(cpu_mode: None) -> None:
+    assert torch.cuda.device_count() == 1
+    assert not torch.cuda.is_available()
+    for device in ("cuda", "cuda:0", torch.device("cuda"), 0, torch.cuda.current_device()):
+        assert torch.empty(2, device=device).device.type == "cpu"
+    assert torch.empty(2, device="meta").device.type == "meta"
+    assert torch.ones(1).cuda().type() == "torch.cuda.FloatTensor"
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.current_stream().record_event()
+    start.record()
+    assert start.query() and start.elapsed_time(end) <= 0
+
+
+# ---- with_flags ----
+
+
+NEEDED = [
+    "--distributed-backend", "gloo", "--transformer-impl", "local", "--no-persist-layer-norm",
+    "--no-gradient-accumulation-fusion", "--no-rope-fusion", "--no-masked-softmax-fusion",
+]  # fmt: skip
+
+
+def test_with_flags_adds_what_is_missing() -> None:
+    assert cpu.with_flags(["--lr", "1"]) == (["--lr", "1", *NEEDED], NEEDED)
+    assert cpu.with_flags(NEEDED) == (NEEDED, [])
+
+
+@pytest.mark.parametrize("given", [["--distributed-backend", "gloo"], ["--distributed-backend=gloo"]], ids=" ".join)
+def test_with_flags_keeps_what_is_given(given: list[str]) -> None:
+    given = [*given, "--no-rope-fusion"]
+    argv, added = cpu.with_flags(given)
+    assert argv == given + added
+    assert not {"--distributed-backend", "gloo", "--no-rope-fusion"} & set(added)
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        (["--distributed-backend", "nccl"], "--distributed-backend nccl"),
+        (["--distributed-backend=nccl"], "--distributed-backend nccl"),
+        (["--distributed-backend", "gloo", "--distributed-backend", "nccl"], "--distributed-backend nccl"),
+        (["--transformer-impl", "transformer_engine"], "--transformer-impl transformer_engine"),
+        (["--async-save"], "--async-save"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_with_flags_refuses_what_needs_a_gpu(given: list[str], named: str) -> None:
+    with pytest.raises(AsyncPPError, match=f"^{named} .*leave (it|--[a-z-]+) out"):
+        cpu.with_flags(given)
+
+
+# ---- install() ----
+
+
+def test_records_have_reasons_and_versions() -> None:
+    assert len({patch.target for patch in cpu.PATCHES}) == len(cpu.PATCHES)
+    for patch in cpu.PATCHES:
+        assert patch.why
+        assert patch.versions == (">=0.19,<0.20" if patch.target.startswith("megatron.") else "")
+
+
+def test_install_twice_is_install_once(cpu_mode: None) -> None:
+    def current() -> list[Any]:
+        return [patching._resolve(patch)[0].__dict__.get(patching._resolve(patch)[1]) for patch in cpu.PATCHES]
+
+    before = current()
+    cpu.install()
+    assert all(left is right for left, right in zip(before, current(), strict=True))
+
+
+@pytest.mark.parametrize("package", ["transformer_engine", "apex"])
+def test_install_refuses_cuda_packages(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    monkeypatch.setattr(patching, "_applied", {})
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name == package else None)
+    with pytest.raises(AsyncPPError, match=f"{package} is installed"):
+        cpu.install()
+
+
+@pytest.mark.parametrize("question", ["is_available", "is_initialized"])
+def test_install_refuses_a_process_that_uses_a_gpu(monkeypatch: pytest.MonkeyPatch, question: str) -> None:
+    monkeypatch.setattr(patching, "_applied", {})
+    monkeypatch.setattr(torch.cuda, question, lambda: True)
+    with pytest.raises(AsyncPPError, match="CUDA_VISIBLE_DEVICES"):
+        cpu.install()
+
+
+def test_install_refuses_another_megatron(cpu_mode: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patching, "_applied", {})
+    monkeypatch.setattr(patching, "version", lambda name: "0.20.0")
+    with pytest.raises(AsyncPPError, match="megatron-core 0.20.0 is installed"):
+        patching.apply(cpu.MEGATRON_PATCHES)
+    assert version("megatron-core").startswith("0.19.")
+
+
+def test_aliases_are_rebound_and_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    def original() -> str:
+        return "original"
+
+    owner, user = types.ModuleType("owner_of_a_name"), types.ModuleType("user_of_a_name")
+    owner.name = user.alias = original  # type: ignore[attr-defined]
+    for module in (owner, user):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    patch = Patch("owner_of_a_name:name", lambda before: lambda: f"not {before()}", "a test")
+    patching.apply([patch])
+    patching.rebind_aliases([patch])
+    assert (owner.name(), user.alias()) == ("not original", "not original")
+    patching.undo([patch])
+    assert owner.name is user.alias is original
+
+
+def in_a_process_of_its_own(code: Callable[[], None]) -> None:
+    """Run a function of this module where nothing is imported yet. It must import what it uses."""
+    import inspect
+    import textwrap
+
+    body = inspect.getsource(code).partition("\n")[2]
+    subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(body)], check=True, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+
+
+def test_without_cpu_mode_torch_is_untouched() -> None:
+    def code() -> None:
+        import sys
+
+        import torch
+
+        before = {id(torch.empty), id(torch.cuda.device_count), id(torch.cuda._lazy_call), id(torch.Tensor.type)}
+        import megatron_asyncpp
+
+        assert megatron_asyncpp.install
+        assert "megatron_asyncpp.integration.cpu" not in sys.modules
+        from megatron_asyncpp.integration import cpu, patching
+
+        assert not any(patching.is_applied(patch) for patch in cpu.PATCHES)
+        assert before == {
+            id(torch.empty),
+            id(torch.cuda.device_count),
+            id(torch.cuda._lazy_call),
+            id(torch.Tensor.type),
+        }
+        assert torch.cuda.device_count() == 0
+
+    in_a_process_of_its_own(code)
+
+
+def test_install_after_megatron_was_imported() -> None:
+    def code() -> None:
+        import functools
+
+        import torch
+        from megatron.core.fusions.fused_bias_gelu import bias_gelu
+        from megatron.core.tensor_parallel import random
+        from megatron.training import initialize_megatron, training
+
+        from megatron_asyncpp.integration import cpu
+
+        assert random._lazy_call is torch.cuda._lazy_call
+        cpu.install()
+        assert random._lazy_call is torch.cuda._lazy_call
+        assert isinstance(training.initialize_megatron, functools.partial)
+        assert isinstance(initialize_megatron, functools.partial), "names of the script itself are rebound too"
+        bias_gelu(torch.ones(2), torch.ones(2))
+        from torch._dynamo.utils import counters
+
+        assert not counters["frames"], "torch.compile has compiled something"
+
+    in_a_process_of_its_own(code)
