@@ -7,6 +7,9 @@ import sys
 import time
 from typing import NoReturn
 
+# Seconds that rank 0 gets to print and leave first: a launcher kills all ranks as soon as one has left.
+HEAD_START = 5.0
+
 
 class AsyncPPError(Exception):
     """A request that the plugin can't honour, in one sentence: what is wrong, and the way out.
@@ -20,6 +23,5 @@ def leave(error: AsyncPPError) -> NoReturn:
     if int(os.environ.get("RANK", "0")) == 0:
         print(f"megatron_asyncpp: {error}", file=sys.stderr, flush=True)
     else:
-        # A launcher kills all ranks as soon as one has left: let rank 0 be the first, so that its sentence is seen.
-        time.sleep(5)
+        time.sleep(HEAD_START)
     sys.exit(2)

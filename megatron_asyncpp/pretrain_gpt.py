@@ -31,7 +31,7 @@ _BATCH_KEYS = (
 )
 
 
-def get_batch(data_iterator: Any, vp_stage: int | None) -> dict[str, torch.Tensor | None]:
+def get_batch(data_iterator: Any, vp_stage: int | None) -> dict[str, Any]:
     """The next microbatch, as this rank's part of it; empty on the stages between the first and the last."""
     args = get_args()
     if not is_first_or_last_pipeline_stage(vp_stage):

@@ -48,6 +48,11 @@ def _shards_weights(args: Namespace) -> bool:
     return args.tensor_parallel_num_weight_shards not in (None, args.tensor_model_parallel_size)
 
 
+def _skips_where_megatron_fails(args: Namespace) -> bool:
+    # dummy_train_step in megatron-core 0.19.2 takes every first tensor-parallel rank to have a data iterator.
+    return bool(args.iterations_to_skip) and args.pipeline_model_parallel_size > 2
+
+
 _DROP = "leave the flag out"
 _OVER_ITERATIONS = "it keeps state over an iteration, in which forwards of two batches interleave"
 
@@ -98,6 +103,12 @@ REFUSALS: tuple[Refusal, ...] = (
             "--rampup-batch-size": "rampup_batch_size",
             "--step-batch-size-schedule": "step_batch_size_schedule",
         }.items()
+    ),
+    Refusal(
+        "--iterations-to-skip",
+        _skips_where_megatron_fails,
+        "with more than two stages Megatron reads data on stages that have none, and fails",
+        _DROP,
     ),
     Refusal(
         "--load",

@@ -14,9 +14,7 @@ from megatron_asyncpp.schedules import slowdown
 _BACKWARD_OVER_FORWARD = 2.0
 
 
-def text(
-    config: AsyncPPConfig, extra_bytes: int, microbatches: int, optimizers: list[torch.optim.Optimizer]
-) -> str:
+def text(config: AsyncPPConfig, extra_bytes: int, microbatches: int, optimizers: list[torch.optim.Optimizer]) -> str:
     """The start-up lines.
 
     Args:

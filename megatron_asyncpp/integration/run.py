@@ -1,4 +1,4 @@
-"""One training run under a schedule: builds the stage's pipeline from Megatron's objects, and takes their steps over."""
+"""One training run under a schedule: builds the stage's pipeline from Megatron's objects and takes over their steps."""
 
 from __future__ import annotations
 
@@ -62,7 +62,11 @@ def running(
     step = TwoHalfStep(ring, optimizer.step, opt_param_scheduler.step)
     feedback = [ErrorFeedback(one, config.error_feedback) for one in inner if config.error_feedback is not None]
     pipeline = Pipeline(
-        with_exchanges(_plan(config, args)), chunk, ring, step, VersionCheck(ring, names) if config.check_versions else None
+        with_exchanges(_plan(config, args)),
+        chunk,
+        ring,
+        step,
+        VersionCheck(ring, names) if config.check_versions else None,
     )
     extra = ring.extra_bytes
     if feedback:
@@ -70,9 +74,7 @@ def running(
     print_rank_0(banner.text(config, _largest(extra), get_num_microbatches(), inner))
 
     def optimizer_step() -> tuple[bool, Any, Any]:
-        samples = (
-            get_num_microbatches() * args.micro_batch_size * args.data_parallel_size * args.gtp_weight_remat_size
-        )
+        samples = get_num_microbatches() * args.micro_batch_size * args.data_parallel_size * args.gtp_weight_remat_size
         outcome = pipeline.optimizer_step(samples)
         return True, outcome and outcome.grad_norm, outcome and outcome.zeros_in_grad
 

@@ -1,4 +1,4 @@
-"""Error Feedback on the whole update of any torch optimizer (arXiv:2606.30634)::
+"""Error Feedback on the whole update of any torch optimizer (arXiv:2606.30634).
 
     x -= u + lam * (u - u_prev)
 

@@ -1,4 +1,4 @@
-"""Debug mode (``--asyncpp-check-versions``): every tensor that a backward uses must be of the weights of its forward."""
+"""Debug mode (``--asyncpp-check-versions``): a backward may only use the very weights that its forward used."""
 
 from __future__ import annotations
 

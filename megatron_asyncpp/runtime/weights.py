@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 
 class WeightRing:
@@ -84,7 +85,7 @@ class WeightRing:
         self.lend(self.newest)
         version = self.newest + 1
         before = [p.data for p in self.parameters]
-        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(self.parameters):
+        with torch.no_grad(), _unsafe_preserve_version_counter(self.parameters):
             self._open(version)
             if len(self._slots) > 1:
                 for i in self._in_place:

@@ -32,7 +32,7 @@ class Flush:
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """The batch's gradients are final: begin its optimizer step. This ends the call that Megatron makes for the batch."""
+    """The batch's gradients are final: begin its optimizer step. Megatron's call for the batch ends here."""
 
     batch: int
 

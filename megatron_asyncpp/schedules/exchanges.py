@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_asyncpp.schedules.actions import Action, Backward, Compute, Flush, Forward
+from megatron_asyncpp.schedules.actions import Action, Compute, Flush, Forward
 
 Payload = Literal["forward", "backward"]  # activations, to the next stage; their gradients, to the previous one
 

@@ -1,0 +1,92 @@
+"""The fixture: Megatron's own flushed loop, with the older weights put in by hand around forward and backward.
+
+It knows nothing of pipelines, so it works on any topology, precision and optimizer.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from megatron.core.utils import get_model_config
+from megatron.training import get_args, training
+
+from tests.harness.reference import Reference
+
+
+def install(reference: Reference) -> None:
+    """Replace training.train_step by one whose batch k runs on W(k), with Error Feedback by hand around each step."""
+    train_step = training.train_step
+    history: list[list[torch.Tensor]] = []  # history[k] is V(k)
+
+    @functools.wraps(train_step)
+    def delayed(
+        step: Callable, data: Any, model: list, optimizer: Any, scheduler: Any, config: Any, run: Callable, **kw
+    ):
+        if not history and reference.error_feedback is not None:
+            for inner in inner_optimizers(optimizer):
+                feed_back(inner, reference)
+        weights = [p for m in model for p in m.parameters()] + [b for m in model for b in biases(m)]
+        history.append([w.detach().clone() for w in weights])
+        older = reference.version(len(history) - 1, get_args().train_iters)
+
+        def on_older_weights(**arguments: Any) -> Any:
+            holder = get_model_config(model[0])
+            finalize = holder.finalize_model_grads_func
+
+            def put_back_first(*args: Any, **kwargs: Any) -> Any:
+                put(weights, history[-1])  # Megatron's expert-bias update is in finalize: it must see the newest
+                return finalize(*args, **kwargs)
+
+            put(weights, history[older])
+            holder.finalize_model_grads_func = put_back_first
+            try:
+                return run(**arguments)
+            finally:
+                holder.finalize_model_grads_func = finalize
+
+        return train_step(step, data, model, optimizer, scheduler, config, on_older_weights, **kw)
+
+    training.train_step = delayed
+
+
+def put(weights: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+    """Copy values into the storages the model reads."""
+    for weight, value in zip(weights, values, strict=True):
+        weight.data.copy_(value)
+
+
+def biases(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """Router expert biases: weights that are no parameters."""
+    return (m.expert_bias for m in model.modules() if getattr(m, "expert_bias", None) is not None)
+
+
+def inner_optimizers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
+    """The raw torch optimizers at the leaves of Megatron's nested ones."""
+    if hasattr(optimizer, "chained_optimizers"):
+        for chained in optimizer.chained_optimizers:
+            yield from inner_optimizers(chained)
+    elif optimizer.optimizer is not None:
+        yield optimizer.optimizer
+
+
+def feed_back(inner: torch.optim.Optimizer, reference: Reference) -> None:
+    """Wrap inner.step so that V(k+1) = V(k) - u_k - lam * (u_k - u_{k-1}), u_k being what the step alone did."""
+    step, last, count = inner.step, {}, iter(range(1 << 30))
+
+    @torch.no_grad()
+    def corrected(*args: Any, **kwargs: Any) -> Any:
+        stepped = [p for group in inner.param_groups for p in group["params"] if p.grad is not None]
+        before = [p.detach().clone() for p in stepped]
+        result = step(*args, **kwargs)
+        lam = reference.correction(next(count), get_args().train_iters)
+        for p, old in zip(stepped, before, strict=True):
+            u = old - p
+            if lam is not None:
+                p.sub_(lam * (u - last.get(p, torch.zeros_like(u))))
+            last[p] = u
+        return result
+
+    inner.step = corrected

@@ -1,0 +1,40 @@
+"""What the two references (oracle and fixture) compute: which weights each batch runs on, and Error Feedback."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The semantics of DESIGN.md as numbers.
+
+    Attributes:
+        delay: updates that a batch's weights lag behind; 0 is synchronous, 1 is PipeDream-2BW.
+        error_feedback: lam of Error Feedback; None leaves it out altogether.
+        sync_start: the first N batches run on the newest weights.
+        sync_cooldown: the last N batches do.
+        norm_partition: parameter names of each pipeline stage, for the oracle: Megatron sums the squares of the
+            gradient norm within each stage first, and only the same order of additions gives the same bits. None is one
+            stage.
+        norm_dtype: "float32" sums the norm as Megatron does, "float64" as the plugin's two-halves step may.
+    """
+
+    delay: int = 0
+    error_feedback: float | None = None
+    sync_start: int = 0
+    sync_cooldown: int = 0
+    norm_partition: tuple[tuple[str, ...], ...] | None = None
+    norm_dtype: str = "float32"
+
+    def synchronous(self, k: int, batches: int) -> bool:
+        """Whether batch k of `batches` belongs to the synchronous start or cooldown (or there is no delay at all)."""
+        return self.delay == 0 or k < self.sync_start or k >= batches - self.sync_cooldown
+
+    def version(self, k: int, batches: int) -> int:
+        """The j of W(k) = V(j)."""
+        return k if self.synchronous(k, batches) else max(self.sync_start, k - self.delay)
+
+    def correction(self, k: int, batches: int) -> float | None:
+        """lam for the update of batch k, or None where u_k is tracked but not corrected."""
+        return None if self.synchronous(k, batches) else self.error_feedback

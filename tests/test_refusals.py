@@ -1,0 +1,221 @@
+"""What can't be honoured ends in one sentence, before any process group, without a traceback, with exit code 2."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron_asyncpp.arguments import add_arguments, check
+from megatron_asyncpp.errors import AsyncPPError
+from megatron_asyncpp.refusals import REFUSALS
+from tests import rows
+from tests.harness.flags import tiny_flags
+from tests.harness.run import ROOT, run
+
+# What triggers each row of the table; those that aren't here have tests of their own.
+TRIGGERS = {
+    "--fp16": ["--fp16"],
+    "--fp8-format": ["--fp8-format", "e4m3"],
+    "--fp4-format": ["--fp4-format", "e2m1"],
+    "--num-layers-per-virtual-pipeline-stage": ["--num-layers-per-virtual-pipeline-stage", "1"],
+    "--num-virtual-stages-per-pipeline-rank": ["--num-virtual-stages-per-pipeline-rank", "2"],
+    "--use-distributed-optimizer": ["--use-distributed-optimizer"],
+    "--use-megatron-fsdp": ["--use-megatron-fsdp"],
+    "--use-torch-fsdp2": ["--use-torch-fsdp2"],
+    "--use-precision-aware-optimizer": ["--use-precision-aware-optimizer"],
+    "--optimizer-cpu-offload": ["--optimizer-cpu-offload"],
+    "--overlap-param-gather": ["--overlap-param-gather"],
+    "--tensor-parallel-num-weight-shards": ["--tensor-parallel-num-weight-shards", "4"],
+    "--cuda-graph-impl": ["--cuda-graph-impl", "local"],
+    "--enable-cuda-graph": ["--enable-cuda-graph"],
+    "--external-cuda-graph": ["--external-cuda-graph"],
+    "--optimizer-cuda-graph": ["--optimizer-cuda-graph"],
+    "--rerun-mode": ["--rerun-mode", "validate_results"],
+    "--rampup-batch-size": ["--rampup-batch-size", "4", "4", "16"],
+    "--step-batch-size-schedule": ["--step-batch-size-schedule", "0:4"],
+    "--use-checkpoint-args": ["--use-checkpoint-args"],
+    "--num-experts": ["--num-experts", "4"],
+    "--mtp-num-layers": ["--mtp-num-layers", "1"],
+    "--qk-clip": ["--qk-clip"],
+    "--log-max-attention-logit": ["--log-max-attention-logit"],
+    "--delay-wgrad-compute": ["--delay-wgrad-compute"],
+    "--defer-embedding-wgrad-compute": ["--defer-embedding-wgrad-compute"],
+    "--overlap-moe-expert-parallel-comm": ["--overlap-moe-expert-parallel-comm"],
+    "--fine-grained-activation-offloading": ["--fine-grained-activation-offloading"],
+    "--save-activations-interval": ["--save-activations-interval", "5"],
+    "--save-dgrads-interval": ["--save-dgrads-interval", "5"],
+    "--save-tokens-per-expert-interval": ["--save-tokens-per-expert-interval", "5"],
+    "--logits-save-dir": ["--logits-save-dir", "somewhere"],
+    "--logits-load-dir": ["--logits-load-dir", "somewhere"],
+    "--sft": ["--sft"],
+    "--dataloader-inter-document-masking": ["--dataloader-inter-document-masking"],
+    "--hybrid-context-parallel": ["--hybrid-context-parallel"],
+    "--perform-rl-step": ["--perform-rl-step"],
+    "--inprocess-restart": ["--inprocess-restart"],
+    "--vision-pretraining": ["--vision-pretraining"],
+    "--freeze-all-layers": ["--freeze-all-layers"],
+}
+DERIVED = {"--iterations-to-skip", "a pipeline layout with several chunks per stage", "--load"}
+
+
+def leave_at_once() -> None:
+    """A hook: a rank that leaves doesn't wait, and making a process group is an error."""
+    import torch
+
+    from megatron_asyncpp import errors
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a process group was made")
+
+    errors.HEAD_START = 0.0
+    torch.distributed.init_process_group = refuse
+
+
+@pytest.fixture(scope="module")
+def parser() -> ArgumentParser:
+    """Megatron's own parser with the plugin's flags."""
+    from megatron_asyncpp.integration import cpu
+
+    cpu.install()
+    from megatron.training.arguments import add_megatron_arguments
+
+    return add_arguments(add_megatron_arguments(ArgumentParser(allow_abbrev=False)))
+
+
+@pytest.fixture
+def parse(parser: ArgumentParser) -> Callable[..., Namespace]:
+    """Parses flags, and checks them as the plugin does before Megatron validates them."""
+
+    def parse(flags: list[str], world_size: int = 1) -> Namespace:
+        args = parser.parse_args(flags)
+        args.world_size = world_size  # Megatron's parse_args takes it from the environment
+        check(args, flags)
+        return args
+
+    return parse
+
+
+def test_every_row_of_the_table_is_triggered_here() -> None:
+    assert {row.flag for row in REFUSALS} == TRIGGERS.keys() | DERIVED
+
+
+@pytest.mark.parametrize("flag", TRIGGERS)
+def test_refused_by_name_and_allowed_without_a_schedule(flag: str, parse: Callable[..., Namespace]) -> None:
+    flags = tiny_flags(extra=TRIGGERS[flag])
+    parse(flags)
+    with pytest.raises(AsyncPPError) as error:
+        parse([*flags, *rows.TWO_BW])
+    assert str(error.value).startswith(f"{flag} can't be used with --asyncpp-schedule: ")
+    assert "; " in str(error.value), "no way out"
+
+
+def test_a_folder_with_a_checkpoint_is_refused_and_an_empty_one_is_not(
+    parse: Callable[..., Namespace], tmp_path: Path
+) -> None:
+    flags = [*tiny_flags(), *rows.TWO_BW, "--load", str(tmp_path)]
+    parse(flags)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("5")
+    with pytest.raises(AsyncPPError, match=r"--load .* --finetune"):
+        parse(flags)
+    parse([*flags, "--finetune"])
+
+
+def test_skipping_is_refused_where_megatron_fails(parse: Callable[..., Namespace]) -> None:
+    skip = [*rows.TWO_BW, "--iterations-to-skip", "3"]
+    parse([*tiny_flags(2, 4), *skip], world_size=2)
+    with pytest.raises(AsyncPPError, match=r"--iterations-to-skip .* more than two stages"):
+        parse([*tiny_flags(4, 4), *skip], world_size=4)
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (["--asyncpp-error-feedback"], "--asyncpp-error-feedback needs a schedule: add --asyncpp-schedule 2bw"),
+        (["--asyncpp-check-versions"], "--asyncpp-check-versions needs a schedule"),
+        ([*rows.TWO_BW, "--asyncpp-error-feedback", "-1"], "-1.0 is no strength"),
+        ([*rows.TWO_BW, "--asyncpp-error-feedback", "nan"], "nan is no strength"),
+        (["--asyncpp-schedule", "1f1b", "--asyncpp-error-feedback"], "1f1b has none"),
+    ],
+)
+def test_flags_that_make_no_sense_together(extra: list[str], message: str, parse: Callable[..., Namespace]) -> None:
+    with pytest.raises(AsyncPPError, match=message):
+        parse([*tiny_flags(), *extra])
+
+
+def test_bare_error_feedback_is_one(parse: Callable[..., Namespace]) -> None:
+    assert parse([*tiny_flags(), *rows.TWO_BW, "--asyncpp-error-feedback"]).asyncpp_error_feedback == 1.0
+
+
+def test_a_world_that_holds_no_replica(parse: Callable[..., Namespace]) -> None:
+    with pytest.raises(AsyncPPError, match="takes 4 processes .* but 1 were started: launch a multiple of 4"):
+        parse([*tiny_flags(4, 4), *rows.TWO_BW])
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 3])
+def test_fewer_microbatches_than_stages(microbatches: int) -> None:
+    flags = tiny_flags(4, microbatches, extra=rows.TWO_BW)
+    done = run(flags, 4, hooks=leave_at_once, check=False)
+    assert [rank.exit_code for rank in done.ranks] == [2, 2, 2, 2]
+    (line,) = [line for line in done.ranks[0].stderr.splitlines() if line.startswith("megatron_asyncpp:")]
+    assert f"{microbatches} microbatches for 4 stages: raise --global-batch-size to at least 4" in line
+    for rank in done.ranks:
+        assert "Traceback" not in rank.stderr
+        assert rank.rank == 0 or "megatron_asyncpp:" not in rank.stderr, "only rank 0 prints"
+
+
+def test_chunks_that_only_a_layout_asks_for() -> None:
+    flags = tiny_flags(2, 4, extra=(*rows.TWO_BW, "--pipeline-model-parallel-layout", "Et|t|t|tL"))
+    done = run(flags, 2, hooks=leave_at_once, check=False)
+    assert [rank.exit_code for rank in done.ranks] == [2, 2]
+    assert "a pipeline layout with several chunks per stage can't be used" in done.ranks[0].stderr
+    assert "Traceback" not in done.ranks[0].stderr
+
+
+def test_flags_that_a_yaml_file_would_swallow() -> None:
+    with pytest.raises(AsyncPPError, match="--yaml-cfg replaces all flags"):
+        check(Namespace(), ["--yaml-cfg", "file", *rows.TWO_BW])
+    check(Namespace(), ["--yaml-cfg", "file"])
+
+
+def test_an_unknown_megatron(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    import megatron_asyncpp
+    from megatron_asyncpp.integration import patching
+
+    monkeypatch.setattr(patching, "version", lambda package: "0.20.0")
+    with pytest.raises(SystemExit) as left:
+        megatron_asyncpp.install()
+    assert left.value.code == 2
+    message = capsys.readouterr().err
+    assert "megatron-core 0.20.0 is installed" in message
+    assert "install one of those versions" in message
+
+
+def test_a_changed_megatron() -> None:
+    from megatron_asyncpp.integration import patching
+
+    record = patching.Patch("megatron_asyncpp.errors:Gone.attribute", lambda original: original, "to see it fail")
+    with pytest.raises(AsyncPPError, match=r"Gone\.attribute does not exist in the installed version"):
+        patching.apply([record])
+
+
+def test_under_torchrun_the_launcher_prints_one_sentence() -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+    command = [*launcher, "-m", "megatron_asyncpp", "run", "--cpu", "pretrain_gpt"]
+    flags = tiny_flags(2, 1, extra=rows.TWO_BW)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*command, *flags], capture_output=True, text=True, cwd=ROOT, env=environment, timeout=120)
+    assert done.returncode != 0
+    ours, _, torchruns = done.stderr.partition("torch.distributed.elastic")
+    assert [line for line in ours.splitlines() if line.startswith("megatron_asyncpp:")] == [
+        "megatron_asyncpp: --asyncpp-schedule 2bw needs at least as many microbatches as pipeline stages, but there "
+        "are 1 microbatches for 2 stages: raise --global-batch-size to at least 2, or lower --micro-batch-size or "
+        "--pipeline-model-parallel-size"
+    ]
+    assert "ChildFailedError" in torchruns
+    assert 'File "' + str(ROOT) not in done.stderr, "a traceback of ours"
