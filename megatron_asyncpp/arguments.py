@@ -12,13 +12,16 @@ from megatron_asyncpp.schedules import SCHEDULES, Schedule
 
 PREFIX = "--asyncpp-"
 
+# What --asyncpp-schedule offers. The runtime's optimizer step still waits for all stages, so 2bw is its blocking plan.
+RUNNABLE = {"1f1b": SCHEDULES["1f1b"], "2bw": SCHEDULES["2bw-blocking"]}
+
 
 @dataclass(frozen=True)
 class AsyncPPConfig:
     """What the flags ask for.
 
     Attributes:
-        name: of the schedule, a key of ``SCHEDULES``.
+        name: of the schedule, a key of ``RUNNABLE``.
         error_feedback: lam, or None for no Error Feedback.
         check_versions: whether every backward checks that it uses the weights of its forward.
     """
@@ -30,7 +33,7 @@ class AsyncPPConfig:
     @property
     def schedule(self) -> Schedule:
         """The schedule of that name."""
-        return SCHEDULES[self.name]
+        return RUNNABLE[self.name]
 
 
 def add_arguments(parser: ArgumentParser) -> ArgumentParser:
@@ -38,7 +41,7 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
     group = parser.add_argument_group(title="asynchronous pipeline (megatron_asyncpp)")
     group.add_argument(
         f"{PREFIX}schedule",
-        choices=sorted(SCHEDULES),
+        choices=sorted(RUNNABLE),
         default=None,
         help="Pipeline schedule. 2bw is PipeDream-2BW: no flush between iterations, and gradients that are one "
         "optimizer step old. 1f1b is Megatron's, run from a plan. Without this flag nothing of Megatron changes.",

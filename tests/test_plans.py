@@ -80,16 +80,27 @@ def test_every_backward_is_on_the_weights_of_its_forward(name: str, stages: int,
 def test_2bw_as_one_reads_it() -> None:
     short = {Forward: "F", Backward: "B", Flush: "|", Begin: "(", Finish: ")"}
 
-    def text(stage: int) -> str:
-        actions = SCHEDULES["2bw"].generate(stage, 3, batches(0, 2, 3, delay=1))
+    def text(name: str, stage: int) -> str:
+        actions = SCHEDULES[name].generate(stage, 3, batches(0, 3, 3, delay=1))
         return " ".join(
-            f"{short[type(a)]}{a.batch}{a.microbatch}" if isinstance(a, Forward | Backward) else short[type(a)]
+            f"{short[type(a)]}{a.batch}{a.microbatch}"
+            if isinstance(a, Forward | Backward)
+            else f"{short[type(a)]}{a.batch}"
             for a in actions
         )
 
-    assert text(0) == "F00 F01 F02 B00 F10 B01 F11 B02 ( ) F12 B10 B11 B12 | ( )"
-    assert text(1) == "F00 F01 B00 F02 B01 F10 B02 ( ) F11 B10 F12 B11 B12 | ( )"
-    assert text(2) == "F00 B00 F01 B01 F02 B02 ( ) F10 B10 F11 B11 F12 B12 | ( )"
+    assert text("2bw-blocking", 0) == (
+        "F00 F01 F02 B00 F10 B01 F11 B02 (0 )0 F12 B10 F20 B11 F21 B12 (1 )1 F22 B20 B21 B22 |2 (2 )2"
+    )
+    assert text("2bw", 0) == (
+        "F00 F01 F02 B00 F10 B01 F11 B02 (0 F12 B10 )0 F20 B11 F21 B12 (1 F22 B20 B21 B22 |2 )1 (2 )2"
+    )
+    assert text("2bw", 1) == (
+        "F00 F01 B00 F02 B01 F10 B02 (0 F11 B10 F12 B11 )0 F20 B12 (1 F21 B20 F22 B21 B22 |2 )1 (2 )2"
+    )
+    assert text("2bw", 2) == (
+        "F00 B00 F01 B01 F02 B02 (0 F10 B10 F11 B11 F12 B12 )0 (1 F20 B20 F21 B21 F22 B22 |2 )1 (2 )2"
+    )
 
 
 def test_weights_of_each_batch() -> None:

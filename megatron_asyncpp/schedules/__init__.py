@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from megatron_asyncpp.schedules.actions import Action, Batch
 from megatron_asyncpp.schedules.one_f_one_b import one_f_one_b
@@ -18,7 +19,7 @@ Generator = Callable[[int, int, Iterable[Batch]], Iterator[Action]]
 
 @dataclass(frozen=True)
 class Schedule:
-    """A schedule that the runtime can run.
+    """A schedule, as a generator of plans and what its runtime must provide.
 
     Attributes:
         generate: the actions of one stage, from ``(stage, stages, batches)``.
@@ -34,6 +35,7 @@ class Schedule:
 SCHEDULES = {
     "1f1b": Schedule(one_f_one_b, delay=0, versions=1),
     "2bw": Schedule(two_bw, delay=1, versions=2),
+    "2bw-blocking": Schedule(partial(two_bw, blocking=True), delay=1, versions=2),
 }
 
 __all__ = ["SCHEDULES", "Schedule"]

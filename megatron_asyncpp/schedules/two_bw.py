@@ -12,17 +12,25 @@ from collections.abc import Iterable, Iterator
 from megatron_asyncpp.schedules.actions import Action, Backward, Batch, Begin, Finish, Flush, Forward
 
 
-def two_bw(stage: int, stages: int, batches: Iterable[Batch]) -> Iterator[Action]:
+def two_bw(stage: int, stages: int, batches: Iterable[Batch], blocking: bool = False) -> Iterator[Action]:
     """The actions of one stage (0 is first) in a pipeline of ``stages``, for consecutive batches.
 
-    The optimizer step is finished as soon as it is begun. Every batch needs at least ``stages`` microbatches, else
-    the forwards that run ahead would be of a batch after next, whose weights don't exist yet.
+    A step is finished as late as it can be: just before the stage's first forward on the new weights, or before the
+    next step begins. Whatever all stages must agree on (the gradient norm) has the time in between to arrive.
+
+    Args:
+        stage: s.
+        stages: P.
+        batches: each of at least P microbatches, else the forwards that run ahead would be of a batch after next,
+            whose weights don't exist yet.
+        blocking: finish each step as soon as it is begun. The weights are the same; all stages wait for each other.
     """
     lead = stages - 1 - stage
     upcoming = iter(batches)
     batch = next(upcoming, None)
     forwards: list[Forward] = []  # that are still to be run, of this batch and the lead ones of the next
     primed = False  # whether the lead forwards of this batch ran already
+    begun: int | None = None  # the batch whose step is still to be finished
     while batch is not None:
         following = next(upcoming, None)
         forwards += _forwards(batch, lead if primed else 0, batch.microbatches)
@@ -33,12 +41,20 @@ def two_bw(stage: int, stages: int, batches: Iterable[Batch]) -> Iterator[Action
             del forwards[:lead]
         for microbatch in range(batch.microbatches):
             if forwards:
+                if begun is not None and forwards[0].version > begun:
+                    yield Finish(begun)
+                    begun = None
                 yield forwards.pop(0)
             yield Backward(microbatch, batch.index, batch.version)
         if batch.flush:
             yield Flush(batch.index)
+        if begun is not None:
+            yield Finish(begun)
         yield Begin(batch.index)
-        yield Finish(batch.index)
+        begun = batch.index
+        if blocking or batch.flush:
+            yield Finish(begun)
+            begun = None
         primed = not batch.flush
         batch = following
 
