@@ -23,6 +23,8 @@ class Command(NamedTuple):
 # A module is imported only when its command is chosen: importing Megatron takes seconds.
 COMMANDS = {
     "run": Command("megatron_asyncpp.launch", "run a Megatron entry script with the plugin installed", verbatim=True),
+    "timeline": Command("megatron_asyncpp.timeline_command", "draw how the stages of a schedule spend their time"),
+    "simulate": Command("megatron_asyncpp.simulate_command", "predict what a schedule costs, without running it"),
     "corpus": Command("megatron_asyncpp.corpus", "make Megatron .bin/.idx files from text files"),
     "study": Command("megatron_asyncpp.study", "train synchronously and asynchronously on a corpus, and compare"),
 }

@@ -6,6 +6,7 @@ import math
 from argparse import ArgumentParser, Namespace
 from dataclasses import dataclass
 
+from megatron_asyncpp import muon_preset
 from megatron_asyncpp.errors import AsyncPPError
 from megatron_asyncpp.refusals import REFUSALS
 from megatron_asyncpp.schedules import SCHEDULES, Schedule
@@ -23,12 +24,24 @@ class AsyncPPConfig:
     Attributes:
         name: of the schedule, a key of ``RUNNABLE``.
         error_feedback: lam, or None for no Error Feedback.
+        error_feedback_on: what it corrects, "update" or "gradient".
+        error_feedback_dtype: of what it keeps between steps, "fp32" or "bf16".
+        delay_compensation: lam of DC-ASGD, or None for none.
+        muon_preset: a key of ``muon_preset.PRESETS``, or None.
         check_versions: whether every backward checks that it uses the weights of its forward.
+        sync_start: the first so many iterations are synchronous.
+        sync_cooldown: the last so many iterations are synchronous.
     """
 
     name: str
     error_feedback: float | None
+    error_feedback_on: str
+    error_feedback_dtype: str
+    delay_compensation: float | None
+    muon_preset: str | None
     check_versions: bool
+    sync_start: int
+    sync_cooldown: int
 
     @property
     def schedule(self) -> Schedule:
@@ -56,6 +69,48 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         help="Correct every update u for the delay: x -= u + LAMBDA * (u - u_prev). LAMBDA is 1.0 if left out.",
     )
     group.add_argument(
+        f"{PREFIX}error-feedback-dtype",
+        choices=["fp32", "bf16"],
+        default=None,
+        help="In which precision u_prev is kept between steps, fp32 if left out. A step always computes with its own u "
+        "as it is.",
+    )
+    group.add_argument(
+        f"{PREFIX}error-feedback-on",
+        choices=["update", "gradient"],
+        default=None,
+        help="What Error Feedback corrects, the update if left out. gradient is the paper's ablation: the optimizer "
+        "steps with g + LAMBDA * (g - g_prev), g being the clipped gradient.",
+    )
+    group.add_argument(
+        f"{PREFIX}delay-compensation",
+        metavar="LAMBDA",
+        type=float,
+        default=None,
+        help="DC-ASGD, in place of Error Feedback: the optimizer steps with g + LAMBDA * g * g * (x - x_prev), g being "
+        "the clipped gradient, and x and x_prev the newest weights and those that it was taken at.",
+    )
+    group.add_argument(
+        f"{PREFIX}muon-preset",
+        choices=sorted(muon_preset.PRESETS),
+        default=None,
+        help=f"paper sets {muon_preset.described('paper', [])}, each unless it is given; megatron sets nothing.",
+    )
+    group.add_argument(
+        f"{PREFIX}sync-start-iters",
+        metavar="N",
+        type=int,
+        default=0,
+        help="Train the first N iterations synchronously. Error Feedback tracks their updates without correcting them.",
+    )
+    group.add_argument(
+        f"{PREFIX}sync-cooldown-iters",
+        metavar="N",
+        type=int,
+        default=0,
+        help="Train the last N iterations synchronously.",
+    )
+    group.add_argument(
         f"{PREFIX}check-versions",
         action="store_true",
         help="Debug mode: check that every backward uses the very weights that its forward used. Slow.",
@@ -67,7 +122,17 @@ def config_from(args: Namespace) -> AsyncPPConfig | None:
     """The plugin's configuration from Megatron's parsed arguments, or None if no schedule was asked for."""
     if args.asyncpp_schedule is None:
         return None
-    return AsyncPPConfig(args.asyncpp_schedule, args.asyncpp_error_feedback, args.asyncpp_check_versions)
+    return AsyncPPConfig(
+        name=args.asyncpp_schedule,
+        error_feedback=args.asyncpp_error_feedback,
+        error_feedback_on=args.asyncpp_error_feedback_on or "update",
+        error_feedback_dtype=args.asyncpp_error_feedback_dtype or "fp32",
+        delay_compensation=args.asyncpp_delay_compensation,
+        muon_preset=args.asyncpp_muon_preset,
+        check_versions=args.asyncpp_check_versions,
+        sync_start=args.asyncpp_sync_start_iters,
+        sync_cooldown=args.asyncpp_sync_cooldown_iters,
+    )
 
 
 def check(args: Namespace, argv: list[str]) -> None:
@@ -82,27 +147,75 @@ def check(args: Namespace, argv: list[str]) -> None:
         return
     config = config_from(args)
     if config is None:
-        for name in ("error_feedback", "check_versions"):
-            if getattr(args, f"asyncpp_{name}") not in (None, False):
+        # An option that wasn't given is None, or False or a count of 0; a strength of 0.0 was given.
+        for name in (
+            "error_feedback",
+            "error_feedback_dtype",
+            "error_feedback_on",
+            "delay_compensation",
+            "muon_preset",
+            "check_versions",
+            "sync_start_iters",
+            "sync_cooldown_iters",
+        ):
+            value = getattr(args, f"asyncpp_{name}")
+            if value is not None and (value or isinstance(value, float)):
                 raise AsyncPPError(f"{PREFIX}{name.replace('_', '-')} needs a schedule: add {PREFIX}schedule 2bw")
         return
     for refusal in REFUSALS:
         if refusal.applies(args):
             raise AsyncPPError(refusal.sentence())
-    _check_error_feedback(config)
+    _check_corrections(args, config)
+    _check_muon_preset(args, config)
+    _check_synchronous_parts(args, config)
     _check_microbatches(args, config)
 
 
-def _check_error_feedback(config: AsyncPPConfig) -> None:
-    lam = config.error_feedback
-    if lam is None:
-        return
-    if not (math.isfinite(lam) and lam >= 0):
-        raise AsyncPPError(f"{PREFIX}error-feedback {lam} is no strength of a correction: give a number from 0 on")
-    if config.schedule.delay == 0:
+def _check_corrections(args: Namespace, config: AsyncPPConfig) -> None:
+    strengths = {"error-feedback": config.error_feedback, "delay-compensation": config.delay_compensation}
+    for flag, lam in strengths.items():
+        if lam is None:
+            continue
+        if not (math.isfinite(lam) and lam >= 0):
+            raise AsyncPPError(f"{PREFIX}{flag} {lam} is no strength of a correction: give a number from 0 on")
+        if config.schedule.delay == 0:
+            raise AsyncPPError(
+                f"{PREFIX}{flag} corrects a delay, and {PREFIX}schedule {config.name} has none: "
+                f"use {PREFIX}schedule 2bw, or leave it out"
+            )
+    if None not in strengths.values():
         raise AsyncPPError(
-            f"{PREFIX}error-feedback corrects a delay, and {PREFIX}schedule {config.name} has none: "
-            f"use {PREFIX}schedule 2bw, or leave it out"
+            f"{PREFIX}error-feedback and {PREFIX}delay-compensation both correct the same delay: leave one of them out"
+        )
+    for name in ("error_feedback_dtype", "error_feedback_on"):
+        if getattr(args, f"asyncpp_{name}") is not None and config.error_feedback is None:
+            raise AsyncPPError(
+                f"{PREFIX}{name.replace('_', '-')} says how Error Feedback works, and there is none: "
+                f"add {PREFIX}error-feedback, or leave it out"
+            )
+
+
+def _check_muon_preset(args: Namespace, config: AsyncPPConfig) -> None:
+    if config.muon_preset is not None and args.optimizer not in ("muon", "dist_muon"):
+        raise AsyncPPError(
+            f"{PREFIX}muon-preset sets Muon's settings, and the optimizer is {args.optimizer}: use --optimizer muon, "
+            f"or leave it out"
+        )
+
+
+def _check_synchronous_parts(args: Namespace, config: AsyncPPConfig) -> None:
+    for flag, count in (("sync-start-iters", config.sync_start), ("sync-cooldown-iters", config.sync_cooldown)):
+        if count < 0:
+            raise AsyncPPError(f"{PREFIX}{flag} {count} is no number of iterations: give one from 0 on")
+        if count and config.schedule.delay == 0:
+            raise AsyncPPError(
+                f"{PREFIX}{flag} makes a part of an asynchronous run synchronous, and all of {PREFIX}schedule "
+                f"{config.name} is: use {PREFIX}schedule 2bw, or leave it out"
+            )
+    if args.train_iters is not None and config.sync_start + config.sync_cooldown >= args.train_iters > 0:
+        raise AsyncPPError(
+            f"{PREFIX}sync-start-iters {config.sync_start} and {PREFIX}sync-cooldown-iters {config.sync_cooldown} "
+            f"leave no asynchronous iteration of {args.train_iters}: lower them, or leave out {PREFIX}schedule"
         )
 
 
@@ -117,11 +230,38 @@ def _check_microbatches(args: Namespace, config: AsyncPPConfig) -> None:
     replicas = args.world_size // per_replica
     if args.micro_batch_size is None or config.schedule.delay == 0:
         return
-    microbatches = (args.global_batch_size or args.micro_batch_size * replicas) // (args.micro_batch_size * replicas)
+    microbatches = _first_delayed_microbatches(args, config, replicas)
     if microbatches < stages:
+        enough = stages * args.micro_batch_size * replicas
+        larger = (
+            f"raise --global-batch-size to at least {enough}"
+            if args.step_batch_size_schedule is None
+            else f"begin --step-batch-size-schedule with at least {enough}, raise {PREFIX}sync-start-iters"
+        )
         raise AsyncPPError(
             f"{PREFIX}schedule {config.name} needs at least as many microbatches as pipeline stages, but there are "
-            f"{microbatches} microbatches for {stages} stages: raise --global-batch-size to at least "
-            f"{stages * args.micro_batch_size * replicas}, or lower --micro-batch-size or "
+            f"{microbatches} microbatches for {stages} stages: {larger}, or lower --micro-batch-size or "
             f"--pipeline-model-parallel-size"
         )
+
+
+def _first_delayed_microbatches(args: Namespace, config: AsyncPPConfig, replicas: int) -> int:
+    """M of the first iteration that isn't synchronous; Megatron lets it only grow from there."""
+    per_microbatch: int = args.micro_batch_size * replicas
+    if args.step_batch_size_schedule is None:
+        return int(args.global_batch_size or per_microbatch) // per_microbatch
+    from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatchesCalculator
+
+    calculator = StepBatchsizeNumMicroBatchesCalculator(
+        micro_batch_size=args.micro_batch_size,
+        data_parallel_size=replicas,
+        decrease_batch_size_if_needed=False,
+        rank=-1,  # only rank 0 logs
+        schedule=args.step_batch_size_schedule,
+        seq_length=args.seq_length,
+    )
+    consumed = 0
+    for _ in range(config.sync_start):
+        consumed += calculator.get() * per_microbatch
+        calculator.update(consumed, consistency_check=False)
+    return int(calculator.get())

@@ -17,7 +17,7 @@ Run a Megatron entry script with the plugin installed, as torchrun would run the
 
   --cpu    train on the CPU, over gloo, with the flags that a machine without a GPU needs
   SCRIPT   a path, or {OWN_ENTRY} for the entry that comes with this package
-  ARGS     the script's own: Megatron's flags and the --asyncpp-* flags (ARGS = --help lists them)
+  ARGS     the script's own: Megatron's flags, and the --asyncpp-* flags that the README lists
 """
 
 

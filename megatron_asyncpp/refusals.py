@@ -53,6 +53,10 @@ def _skips_where_megatron_fails(args: Namespace) -> bool:
     return bool(args.iterations_to_skip) and args.pipeline_model_parallel_size > 2
 
 
+def _gathers_layer_wise(args: Namespace) -> bool:
+    return bool(args.overlap_param_gather) and args.optimizer not in ("adam", "sgd")
+
+
 _DROP = "leave the flag out"
 _OVER_ITERATIONS = "it keeps state over an iteration, in which forwards of two batches interleave"
 
@@ -71,13 +75,17 @@ REFUSALS: tuple[Refusal, ...] = (
     *(
         Refusal(flag, _given(name), "its weight buffers have no second version yet", _DROP)
         for flag, name in {
-            "--use-distributed-optimizer": "use_distributed_optimizer",
             "--use-megatron-fsdp": "use_megatron_fsdp",
             "--use-torch-fsdp2": "use_torch_fsdp2",
             "--use-precision-aware-optimizer": "use_precision_aware_optimizer",
             "--optimizer-cpu-offload": "optimizer_cpu_offload",
-            "--overlap-param-gather": "overlap_param_gather",
         }.items()
+    ),
+    Refusal(
+        "--overlap-param-gather",
+        _gathers_layer_wise,
+        "with this optimizer weights are gathered through the gradient buffer, into whichever version is shown",
+        "leave the flag out, or use --optimizer adam or sgd",
     ),
     Refusal(
         "--tensor-parallel-num-weight-shards", _shards_weights, "its weight buffers have no second version yet", _DROP
@@ -97,12 +105,11 @@ REFUSALS: tuple[Refusal, ...] = (
         "an iteration can't be run again once the next one has started",
         "pass --rerun-mode disabled",
     ),
-    *(
-        Refusal(flag, _given(name), "the number of microbatches may not change during a run yet", _DROP)
-        for flag, name in {
-            "--rampup-batch-size": "rampup_batch_size",
-            "--step-batch-size-schedule": "step_batch_size_schedule",
-        }.items()
+    Refusal(
+        "--rampup-batch-size",
+        _given("rampup_batch_size"),
+        "Megatron 0.19 takes the flag and ignores it",
+        "use --step-batch-size-schedule",
     ),
     Refusal(
         "--iterations-to-skip",

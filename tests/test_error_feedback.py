@@ -8,7 +8,7 @@ import pytest
 import torch
 from emerging_optimizers.orthogonalized_optimizers import Muon
 
-from megatron_asyncpp.optim.error_feedback import STATE_KEY, ErrorFeedback
+from megatron_asyncpp.optim.error_feedback import ErrorFeedback
 
 OPTIMIZERS: dict[str, Callable[[list[torch.Tensor]], torch.optim.Optimizer]] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.0),
@@ -81,7 +81,7 @@ def test_the_last_update_is_in_the_state_dict_and_restored() -> None:
             optimizer = OPTIMIZERS["adamw"]([x])
             ErrorFeedback(optimizer, 1.0)
             optimizer.load_state_dict(saved)
-            assert torch.equal(optimizer.state[x][STATE_KEY], saved["state"][0][STATE_KEY])
+            assert torch.equal(optimizer.state[x][ErrorFeedback.STATE_KEY], saved["state"][0][ErrorFeedback.STATE_KEY])
         x.grad = gradient.clone()
         optimizer.step()
     assert torch.equal(x.detach(), reference[-1])
@@ -123,4 +123,4 @@ def test_detached_it_does_nothing() -> None:
     ErrorFeedback(optimizer, 1.0).detach()
     x.grad = torch.ones_like(x)
     optimizer.step()
-    assert STATE_KEY not in optimizer.state[x]
+    assert ErrorFeedback.STATE_KEY not in optimizer.state[x]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,9 +19,9 @@ SHAPES = [(p, m) for p in (1, 2, 3, 4, 8, 16) for m in (p, p + 1, 2 * p)]
 BATCHES = 4
 
 
-def plan(name: str, stage: int, stages: int, microbatches: int, skipped: tuple[int, ...] = ()) -> list[Action]:
+def plan(name: str, stage: int, stages: int, microbatches: int | list[int], **course: Any) -> list[Action]:
     schedule = SCHEDULES[name]
-    return list(schedule.generate(stage, stages, batches(0, BATCHES, microbatches, schedule.delay, skipped)))
+    return list(schedule.generate(stage, stages, batches(0, BATCHES, microbatches, schedule.delay, **course)))
 
 
 def messages(actions: list[Action], direction: str) -> list[tuple[str, int, int, int]]:
@@ -44,37 +45,51 @@ def messages(actions: list[Action], direction: str) -> list[tuple[str, int, int,
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize(("stages", "microbatches"), SHAPES)
 def test_neighbours_agree_on_the_order_and_call_of_every_message(name: str, stages: int, microbatches: int) -> None:
-    for skipped in ((), (1,)):
-        plans = [plan(name, s, stages, microbatches, skipped) for s in range(stages)]
+    growing = [microbatches, microbatches, 2 * microbatches, 2 * microbatches]
+    for counts, course in (
+        ([microbatches] * BATCHES, {}),
+        ([microbatches] * BATCHES, {"skipped": {1}}),
+        ([microbatches] * BATCHES, {"sync_start": 1, "sync_cooldown": 1}),
+        (growing, {}),
+        (growing, {"skipped": {0}, "sync_start": 2}),
+    ):
+        plans = [plan(name, s, stages, counts, **course) for s in range(stages)]
         for s in range(stages - 1):
             for direction, sender, receiver in (("forward", s, s + 1), ("backward", s + 1, s)):
                 sent = [m[1:] for m in messages(plans[sender], direction) if m[0] == "send"]
                 received = [m[1:] for m in messages(plans[receiver], direction) if m[0] == "receive"]
                 assert sent == received, f"{direction} from stage {sender} to {receiver}"
-                assert len(sent) == (BATCHES - len(skipped)) * microbatches
+                trained = [m for k, m in enumerate(counts) if k not in course.get("skipped", ())]
+                assert len(sent) == sum(trained)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize(("stages", "microbatches"), SHAPES)
 def test_every_backward_is_on_the_weights_of_its_forward(name: str, stages: int, microbatches: int) -> None:
+    schedule = SCHEDULES[name]
     for s in range(stages):
         newest, in_flight, count = 0, [], Counter[type]()
+        ring = schedule.versions(s, stages)
         for action in plan(name, s, stages, microbatches):
             count[type(action)] += 1
             if isinstance(action, Forward):
-                assert newest - SCHEDULES[name].versions < action.version <= newest, "no such version in the ring"
+                assert newest - ring < action.version <= newest, "no such version in the ring"
                 in_flight.append((action.microbatch, action.batch, action.version))
             elif isinstance(action, Backward):
-                assert in_flight.pop(0) == (action.microbatch, action.batch, action.version)
+                microbatch, batch, version = in_flight.pop(0)
+                assert (action.microbatch, action.batch) == (microbatch, batch)
+                assert action.version == (version if schedule.keeps_weights else newest)
             elif isinstance(action, Flush):
                 assert not in_flight
             elif isinstance(action, Finish):
                 newest += 1
-                free = newest - SCHEDULES[name].versions  # the version whose buffer the step has just written over
-                assert all(version != free for *_, version in in_flight), "a pending backward's weights are gone"
+                free = newest - ring  # the version whose buffer the step has just written over
+                gone = any(version == free for *_, version in in_flight)
+                assert not (gone and schedule.keeps_weights), "a pending backward's weights are gone"
         assert not in_flight
         assert count[Forward] == count[Backward] == BATCHES * microbatches
-        assert count[Begin] == count[Finish] == newest == BATCHES
+        updates = BATCHES * microbatches if name == "pipedream" else BATCHES
+        assert count[Begin] == count[Finish] == newest == updates
 
 
 def test_2bw_as_one_reads_it() -> None:
@@ -103,6 +118,24 @@ def test_2bw_as_one_reads_it() -> None:
     )
 
 
+def test_pipedream_and_paci_as_one_reads_them() -> None:
+    def text(name: str, stage: int) -> str:
+        words = []
+        for action in SCHEDULES[name].generate(stage, 3, batches(0, 2, 2, delay=1)):
+            if isinstance(action, Forward | Backward):
+                words.append(f"{type(action).__name__[0]}{action.batch}{action.microbatch}@{action.version}")
+            elif not isinstance(action, Finish):  # it follows every Begin
+                words.append({Begin: "(", Flush: "|"}[type(action)] + str(action.batch))
+        return " ".join(words)
+
+    # Each microbatch is a batch of its own. Stage 0 is two forwards ahead, so its gradients are two updates old.
+    assert text("pipedream", 0) == "F00@0 F10@0 F20@0 B00@0 (0 F30@1 B10@0 (1 B20@0 (2 B30@1 |3 (3"
+    assert text("pipedream", 2) == "F00@0 B00@0 (0 F10@1 B10@1 (1 F20@2 B20@2 (2 F30@3 B30@3 |3 (3"
+    # An update after two microbatches. Both of batch 1 cross it between forward and backward on stage 0, none on 2.
+    assert text("paci", 0) == "F00@0 F01@0 F10@0 B00@0 F11@0 B01@0 (0 B10@1 B11@1 |1 (1"
+    assert text("paci", 2) == "F00@0 B00@0 F01@0 B01@0 (0 F10@1 B10@1 F11@1 B11@1 |1 (1"
+
+
 def test_weights_of_each_batch() -> None:
     assert [batch.version for batch in batches(0, 5, 1, delay=1)] == [0, 0, 1, 2, 3]
     assert [batch.version for batch in batches(7, 10, 1, delay=1)] == [7, 7, 8]
@@ -111,10 +144,24 @@ def test_weights_of_each_batch() -> None:
 
 def test_a_skipped_iteration_drains_the_pipeline_before_it_and_counts_no_update() -> None:
     assert list(batches(0, 5, 2, delay=1, skipped=(2, 3))) == [
-        Batch(0, 2, version=0, flush=False),
-        Batch(1, 2, version=0, flush=True),
-        Batch(2, 2, version=1, flush=True),
+        Batch(0, 2, version=0, flush=False, delayed=True),
+        Batch(1, 2, version=0, flush=True, delayed=True),
+        Batch(2, 2, version=1, flush=True, delayed=True),
     ]
+
+
+def test_synchronous_parts_drain_and_run_on_the_newest_weights() -> None:
+    course = list(batches(0, 9, 2, delay=1, sync_start=2, sync_cooldown=2))
+    assert [b.version for b in course] == [0, 1, 2, 2, 3, 4, 5, 7, 8]
+    assert [b.flush for b in course] == [True, True, False, False, False, False, True, True, True]
+    assert [b.delayed for b in course] == [False] * 2 + [True] * 5 + [False] * 2
+
+
+def test_the_pipeline_drains_before_the_number_of_microbatches_changes_and_the_delay_stays() -> None:
+    course = list(batches(0, 5, [2, 2, 4, 4, 4], delay=1))
+    assert [b.microbatches for b in course] == [2, 2, 4, 4, 4]
+    assert [b.flush for b in course] == [False, True, False, False, True]
+    assert [b.version for b in course] == [0, 0, 1, 2, 3]
 
 
 def test_closed_forms() -> None:

@@ -25,12 +25,11 @@ TRIGGERS = {
     "--fp4-format": ["--fp4-format", "e2m1"],
     "--num-layers-per-virtual-pipeline-stage": ["--num-layers-per-virtual-pipeline-stage", "1"],
     "--num-virtual-stages-per-pipeline-rank": ["--num-virtual-stages-per-pipeline-rank", "2"],
-    "--use-distributed-optimizer": ["--use-distributed-optimizer"],
     "--use-megatron-fsdp": ["--use-megatron-fsdp"],
     "--use-torch-fsdp2": ["--use-torch-fsdp2"],
     "--use-precision-aware-optimizer": ["--use-precision-aware-optimizer"],
     "--optimizer-cpu-offload": ["--optimizer-cpu-offload"],
-    "--overlap-param-gather": ["--overlap-param-gather"],
+    "--overlap-param-gather": ["--overlap-param-gather", "--optimizer", "muon"],
     "--tensor-parallel-num-weight-shards": ["--tensor-parallel-num-weight-shards", "4"],
     "--cuda-graph-impl": ["--cuda-graph-impl", "local"],
     "--enable-cuda-graph": ["--enable-cuda-graph"],
@@ -38,7 +37,6 @@ TRIGGERS = {
     "--optimizer-cuda-graph": ["--optimizer-cuda-graph"],
     "--rerun-mode": ["--rerun-mode", "validate_results"],
     "--rampup-batch-size": ["--rampup-batch-size", "4", "4", "16"],
-    "--step-batch-size-schedule": ["--step-batch-size-schedule", "0:4"],
     "--use-checkpoint-args": ["--use-checkpoint-args"],
     "--num-experts": ["--num-experts", "4"],
     "--mtp-num-layers": ["--mtp-num-layers", "1"],
@@ -141,11 +139,45 @@ def test_skipping_is_refused_where_megatron_fails(parse: Callable[..., Namespace
         ([*rows.TWO_BW, "--asyncpp-error-feedback", "-1"], "-1.0 is no strength"),
         ([*rows.TWO_BW, "--asyncpp-error-feedback", "nan"], "nan is no strength"),
         (["--asyncpp-schedule", "1f1b", "--asyncpp-error-feedback"], "1f1b has none"),
+        (["--asyncpp-error-feedback", "0"], "--asyncpp-error-feedback needs a schedule"),
+        (["--asyncpp-error-feedback-dtype", "fp32"], "--asyncpp-error-feedback-dtype needs a schedule"),
+        (["--asyncpp-error-feedback-on", "update"], "--asyncpp-error-feedback-on needs a schedule"),
+        (["--asyncpp-delay-compensation", "1"], "--asyncpp-delay-compensation needs a schedule"),
+        (["--asyncpp-muon-preset", "megatron"], "--asyncpp-muon-preset needs a schedule"),
+        ([*rows.TWO_BW, "--asyncpp-error-feedback-dtype", "bf16"], "-dtype says how Error Feedback works, and there"),
+        ([*rows.TWO_BW, "--asyncpp-error-feedback-on", "gradient"], "-on says how Error Feedback works, and there is"),
+        ([*rows.TWO_BW, "--asyncpp-delay-compensation", "-0.5"], "--asyncpp-delay-compensation -0.5 is no strength"),
+        ([*rows.TWO_BW, "--asyncpp-delay-compensation", "inf"], "inf is no strength"),
+        (
+            ["--asyncpp-schedule", "1f1b", "--asyncpp-delay-compensation", "1"],
+            "--asyncpp-delay-compensation corrects a delay, and --asyncpp-schedule 1f1b has none",
+        ),
+        (
+            [*rows.TWO_BW, "--asyncpp-error-feedback", "--asyncpp-delay-compensation", "0"],
+            "--asyncpp-error-feedback and --asyncpp-delay-compensation both correct",
+        ),
+        (
+            [*rows.TWO_BW, "--asyncpp-delay-compensation", "1", "--asyncpp-error-feedback-dtype", "bf16"],
+            "--asyncpp-error-feedback-dtype says how Error Feedback works, and there is none",
+        ),
+        (
+            [*rows.TWO_BW, "--asyncpp-muon-preset", "paper"],
+            "--asyncpp-muon-preset sets Muon's settings, and the optimizer is adam: use --optimizer muon",
+        ),
     ],
 )
 def test_flags_that_make_no_sense_together(extra: list[str], message: str, parse: Callable[..., Namespace]) -> None:
     with pytest.raises(AsyncPPError, match=message):
         parse([*tiny_flags(), *extra])
+
+
+def test_flags_of_corrections_that_do_make_sense(parse: Callable[..., Namespace]) -> None:
+    feedback = ["--asyncpp-error-feedback", "--asyncpp-error-feedback-on", "gradient"]
+    parse([*tiny_flags(), *rows.TWO_BW, *feedback, "--asyncpp-error-feedback-dtype", "bf16"])
+    parse([*tiny_flags(), *rows.TWO_BW, "--asyncpp-delay-compensation", "0.04"])
+    for schedule in ("2bw", "1f1b"):  # synchronous runs need the same Muon, to be compared with
+        preset = ["--optimizer", "muon", "--asyncpp-muon-preset", "paper"]
+        parse([*tiny_flags(), "--asyncpp-schedule", schedule, *preset])
 
 
 def test_bare_error_feedback_is_one(parse: Callable[..., Namespace]) -> None:
@@ -219,3 +251,29 @@ def test_under_torchrun_the_launcher_prints_one_sentence() -> None:
     ]
     assert "ChildFailedError" in torchruns
     assert 'File "' + str(ROOT) not in done.stderr, "a traceback of ours"
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (["--asyncpp-sync-start-iters", "2"], "--asyncpp-sync-start-iters needs a schedule"),
+        ([*rows.TWO_BW, "--asyncpp-sync-start-iters", "-1"], "-1 is no number of iterations"),
+        (["--asyncpp-schedule", "1f1b", "--asyncpp-sync-cooldown-iters", "2"], "all of --asyncpp-schedule 1f1b is"),
+        (
+            [*rows.TWO_BW, "--asyncpp-sync-start-iters", "8", "--asyncpp-sync-cooldown-iters", "4"],
+            "leave no asynchronous iteration of 12",
+        ),
+    ],
+)
+def test_synchronous_parts_that_make_no_sense(extra: list[str], message: str, parse: Callable[..., Namespace]) -> None:
+    with pytest.raises(AsyncPPError, match=message):
+        parse([*tiny_flags(), *extra])
+
+
+def test_a_ramp_up_must_reach_the_stages_before_the_first_delayed_batch(parse: Callable[..., Namespace]) -> None:
+    flags = [*tiny_flags(4, ramp_up=((2, 3), (4, 3))), *rows.TWO_BW]
+    with pytest.raises(AsyncPPError, match="2 microbatches for 4 stages: begin --step-batch-size-schedule"):
+        parse(flags, world_size=4)
+    with pytest.raises(AsyncPPError, match="2 microbatches for 4 stages"):
+        parse([*flags, "--asyncpp-sync-start-iters", "2"], world_size=4)
+    parse([*flags, "--asyncpp-sync-start-iters", "3"], world_size=4)

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
 
-from megatron_asyncpp.arguments import AsyncPPConfig
+from megatron_asyncpp import muon_preset
+from megatron_asyncpp.arguments import PREFIX, AsyncPPConfig
 from megatron_asyncpp.schedules import slowdown
 
 # The usual ratio: a backward computes the gradients of its inputs and of its weights.
 _BACKWARD_OVER_FORWARD = 2.0
 
 
-def text(config: AsyncPPConfig, extra_bytes: int, microbatches: int, optimizers: list[torch.optim.Optimizer]) -> str:
+def text(
+    config: AsyncPPConfig,
+    extra_bytes: int,
+    microbatches: int,
+    optimizers: list[torch.optim.Optimizer],
+    argv: list[str],
+) -> str:
     """The start-up lines.
 
     Args:
@@ -22,6 +30,7 @@ def text(config: AsyncPPConfig, extra_bytes: int, microbatches: int, optimizers:
         extra_bytes: of the rank that needs most, on top of synchronous training.
         microbatches: M.
         optimizers: the inner torch optimizers of rank 0.
+        argv: the command line, which says what a preset left alone.
     """
     stages = parallel_state.get_pipeline_model_parallel_world_size()
     flushed = slowdown.one_f_one_b(stages, microbatches)
@@ -30,25 +39,46 @@ def text(config: AsyncPPConfig, extra_bytes: int, microbatches: int, optimizers:
         cause = "one wait for all stages in each optimizer step"
     else:
         own, cause = flushed, "a flush after each batch"
-    feedback = "off" if config.error_feedback is None else f"lambda {config.error_feedback:g}"
     lines = [
         f"schedule {config.name}: P = {stages} stages, M = {microbatches} microbatches, "
-        f"delay {config.schedule.delay} step(s), {config.schedule.versions} weight version(s), "
-        f"Error Feedback {feedback}",
+        f"delay {config.schedule.delay} step(s), {config.schedule.versions(0, stages)} weight version(s), "
+        f"{_correction(config)}",
         f"predicted slowdown over a pipeline without bubble, if a backward takes twice a forward: "
         f"1F1B {flushed:.3f}, this run {own:.3f} ({cause})",
         f"extra memory against synchronous training: {extra_bytes / 1e6:.1f} MB on the rank that needs most",
         *(f"optimizer {_describe(optimizer)}" for optimizer in optimizers),
     ]
+    if config.muon_preset is not None:
+        lines.append(f"{PREFIX}muon-preset {config.muon_preset} sets {muon_preset.described(config.muon_preset, argv)}")
+    if config.error_feedback_on == "gradient":
+        lines.append(
+            f"warning: {PREFIX}error-feedback-on gradient is the paper's ablation, not Error Feedback: it corrects the "
+            f"gradient before the optimizer's step, in place of the update"
+        )
     if config.check_versions:
         lines.append("every backward checks that it uses the weights of its forward (slow)")
     return "\n".join(f"megatron_asyncpp: {line}" for line in lines)
 
 
+def _correction(config: AsyncPPConfig) -> str:
+    if config.delay_compensation is not None:
+        return f"delay compensation (DC-ASGD) lambda {config.delay_compensation:g}"
+    if config.error_feedback is None:
+        return "Error Feedback off"
+    on, kept = ("", "update") if config.error_feedback_on == "update" else (" on the gradient", "gradient")
+    precision = "" if config.error_feedback_dtype == "fp32" else f", last {kept} kept in {config.error_feedback_dtype}"
+    return f"Error Feedback{on} lambda {config.error_feedback:g}{precision}"
+
+
 def _describe(optimizer: torch.optim.Optimizer) -> str:
-    """An optimizer's class and every setting of its first parameter group that is a plain value."""
-    group: dict[str, Any] = optimizer.param_groups[0]
+    """An optimizer's class, and every setting that is a plain value, of its own and of its first parameter group."""
+    settings: dict[str, Any] = {}
+    if hasattr(optimizer, "scaled_orthogonalize_fn"):
+        # Muon's coefficients, steps and scale are nowhere but in this closure.
+        settings |= inspect.getclosurevars(optimizer.scaled_orthogonalize_fn).nonlocals
+    settings |= {name: value for name, value in vars(optimizer).items() if not name.startswith("_")}
+    settings |= optimizer.param_groups[0]
     plain = (bool, int, float, str, tuple)
-    settings = [f"{key}={value}" for key, value in sorted(group.items()) if isinstance(value, plain)]
+    written = [f"{key}={value}" for key, value in sorted(settings.items()) if isinstance(value, plain)]
     parameters = sum(p.numel() for g in optimizer.param_groups for p in g["params"])
-    return f"{type(optimizer).__name__} ({parameters} parameters on rank 0): {', '.join(settings)}"
+    return f"{type(optimizer).__name__} ({parameters} parameters on rank 0): {', '.join(written)}"

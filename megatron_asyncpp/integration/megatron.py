@@ -12,7 +12,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
-from megatron_asyncpp import arguments
+from megatron_asyncpp import arguments, muon_preset
 from megatron_asyncpp.errors import AsyncPPError, leave
 from megatron_asyncpp.integration.patching import Patch
 
@@ -39,6 +39,8 @@ def _parse_args(original: Callable[..., Any]) -> Callable[..., Any]:
     def parse_args(*positional: Any, **named: Any) -> Namespace:
         args: Namespace = original(*positional, **named)
         _check_or_leave(args)
+        if (preset := getattr(args, "asyncpp_muon_preset", None)) is not None:
+            muon_preset.apply(args, preset, sys.argv[1:])
         return args
 
     return parse_args
@@ -67,6 +69,7 @@ def _train(original: Callable[..., Any]) -> Callable[..., Any]:
         config = arguments.config_from(args)
         if config is None:
             return original(forward_step_func, model, optimizer, opt_param_scheduler, *positional, **named)
+        _check_or_leave(args)  # once more: only now train_iters is known if the run was given in samples
         with running(config, args, model, optimizer, opt_param_scheduler):
             return original(forward_step_func, model, optimizer, opt_param_scheduler, *positional, **named)
 
@@ -108,7 +111,8 @@ PATCHES = (
     Patch(
         "megatron.training.arguments:parse_args",
         _parse_args,
-        "checks the request as soon as it is known, before Megatron's own assertions and any process group",
+        "checks the request as soon as it is known, before Megatron's own assertions and any process group; sets what "
+        "--asyncpp-muon-preset asks for",
         VERSIONS,
     ),
     Patch(

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import copy
+import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
+from megatron.core import num_microbatches_calculator, parallel_state
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.utils import unwrap_model
 from megatron.training import print_rank_0
 
 from megatron_asyncpp.arguments import AsyncPPConfig
 from megatron_asyncpp.integration import banner
-from megatron_asyncpp.optim.error_feedback import ErrorFeedback
-from megatron_asyncpp.optim.leaves import inner_optimizers
+from megatron_asyncpp.optim.correction import Correction
+from megatron_asyncpp.optim.delay_compensation import DelayCompensation
+from megatron_asyncpp.optim.error_feedback import ErrorFeedback, GradientErrorFeedback
+from megatron_asyncpp.optim.leaves import inner_optimizers, leaves
 from megatron_asyncpp.runtime.check import VersionCheck
 from megatron_asyncpp.runtime.pipeline import Pipeline
+from megatron_asyncpp.runtime.pointers import pointers
 from megatron_asyncpp.runtime.step import TwoHalfStep
 from megatron_asyncpp.runtime.weights import WeightRing
 from megatron_asyncpp.schedules.batches import batches
@@ -55,12 +60,15 @@ def running(
     ring = WeightRing(
         chunk.parameters(),
         steppable=[p for one in inner for group in one.param_groups for p in group["params"]],
-        versions=config.schedule.versions,
+        versions=config.schedule.versions(
+            parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_world_size()
+        ),
         newest=args.iteration,
+        pointers=pointers(chunk, leaves(optimizer)),
     )
     names = {parameter: name for name, parameter in unwrap_model(chunk).named_parameters()}
-    step = TwoHalfStep(ring, optimizer.step, opt_param_scheduler.step)
-    feedback = [ErrorFeedback(one, config.error_feedback) for one in inner if config.error_feedback is not None]
+    corrections = [correction for one in inner for correction in _corrections(config, one)]
+    step = TwoHalfStep(ring, optimizer.step, opt_param_scheduler.step, corrections)
     pipeline = Pipeline(
         with_exchanges(_plan(config, args)),
         chunk,
@@ -68,14 +76,11 @@ def running(
         step,
         VersionCheck(ring, names) if config.check_versions else None,
     )
-    extra = ring.extra_bytes
-    if feedback:
-        extra += sum(p.numel() * p.element_size() for one in inner for g in one.param_groups for p in g["params"])
-    print_rank_0(banner.text(config, _largest(extra), get_num_microbatches(), inner))
+    extra = ring.extra_bytes + sum(correction.kept_bytes for correction in corrections)
+    print_rank_0(banner.text(config, _largest(extra), get_num_microbatches(), inner, sys.argv[1:]))
 
     def optimizer_step() -> tuple[bool, Any, Any]:
-        samples = get_num_microbatches() * args.micro_batch_size * args.data_parallel_size * args.gtp_weight_remat_size
-        outcome = pipeline.optimizer_step(samples)
+        outcome = pipeline.optimizer_step(get_num_microbatches() * _samples_per_microbatch(args))
         return True, outcome and outcome.grad_norm, outcome and outcome.zeros_in_grad
 
     optimizer.step = optimizer_step
@@ -86,8 +91,18 @@ def running(
     finally:
         _current = None
         del optimizer.step, opt_param_scheduler.step
-        for one in feedback:
-            one.detach()
+        for correction in corrections:
+            correction.detach()
+
+
+def _corrections(config: AsyncPPConfig, optimizer: torch.optim.Optimizer) -> Iterator[Correction]:
+    if config.error_feedback is not None:
+        kind = {"update": ErrorFeedback, "gradient": GradientErrorFeedback}[config.error_feedback_on]
+        # Megatron's optimizers step fp32 tensors: fp32 parameters, or the fp32 masters of others.
+        dtype = {"fp32": None, "bf16": torch.bfloat16}[config.error_feedback_dtype]
+        yield kind(optimizer, config.error_feedback, dtype)
+    if config.delay_compensation is not None:
+        yield DelayCompensation(optimizer, config.delay_compensation)
 
 
 def _plan(config: AsyncPPConfig, args: Namespace) -> Iterator[Any]:
@@ -97,11 +112,28 @@ def _plan(config: AsyncPPConfig, args: Namespace) -> Iterator[Any]:
         batches(
             first=args.iteration,
             last=args.train_iters,
-            microbatches=get_num_microbatches(),
+            microbatches=_microbatches(args),
             delay=config.schedule.delay,
+            sync_start=config.sync_start,
+            sync_cooldown=config.sync_cooldown,
             skipped={iteration - 1 for iteration in args.iterations_to_skip},  # Megatron counts these from one
         ),
     )
+
+
+def _microbatches(args: Namespace) -> Iterator[int]:
+    """M of each iteration from this one on, as Megatron's loop will set it from the samples consumed."""
+    calculator = copy.deepcopy(num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR)
+    consumed = args.consumed_train_samples
+    while True:
+        calculator.update(consumed, consistency_check=False)
+        yield calculator.get()
+        consumed += calculator.get() * _samples_per_microbatch(args)
+
+
+def _samples_per_microbatch(args: Namespace) -> int:
+    """Over all data-parallel ranks."""
+    return int(args.micro_batch_size * args.data_parallel_size * args.gtp_weight_remat_size)
 
 
 def _largest(value: int) -> int:

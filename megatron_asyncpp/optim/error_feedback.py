@@ -1,66 +1,95 @@
-"""Error Feedback on the whole update of any torch optimizer (arXiv:2606.30634).
+"""Error Feedback on the whole update of any torch optimizer, or as an ablation on its gradient (arXiv:2606.30634).
 
-    x -= u + lam * (u - u_prev)
+    x -= u + lam * (u - u_prev)      on the update
+    g <- g + lam * (g - g_prev)      on the gradient
 
 u is all that the optimizer's step does to x, learning rate and decoupled weight decay included. The correction
-extrapolates the weights by one update, which is where a gradient that is one step old should have been taken.
+extrapolates the weights by one update, which is where a gradient that is one step old should have been taken. On the
+gradient it isn't that extrapolation, unless the optimizer is plain SGD of a constant learning rate without decay.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import ClassVar
 
 import torch
 
-STATE_KEY = "previous_update"
+from megatron_asyncpp.optim.correction import Correction
 
 
-class ErrorFeedback:
-    """Corrects every step of one optimizer, through its step hooks.
+class ErrorFeedback(Correction):
+    """Error Feedback on the update: the method.
 
-    u_prev is kept in ``optimizer.state[p]["previous_update"]``, of the shape and dtype of p, so it is saved and
-    loaded with the rest of the optimizer's state. During a step a copy of each stepped parameter is held as well.
-    With ``lam = 0`` the weights are bitwise those of the optimizer alone.
+    u_prev is kept in ``optimizer.state[p]["previous_update"]``, and is zero before the first step. During a step a copy
+    of each stepped parameter is held as well. The correction is computed from the exact u; only the u_prev that is kept
+    is rounded to ``dtype``. With ``lam = 0`` the weights are bitwise those of the optimizer alone.
+
+    While ``correcting`` is False u is tracked, so that the first corrected step after it knows the update before.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, lam: float) -> None:
+    STATE_KEY: ClassVar[str] = "previous_update"
+
+    def __init__(self, optimizer: torch.optim.Optimizer, lam: float, dtype: torch.dtype | None = None) -> None:
         """Attach to an optimizer.
 
         Args:
             optimizer: steps the tensors of its ``param_groups`` that have a ``.grad``, in place.
             lam: the strength of the correction; 1 is the paper's.
+            dtype: of the u_prev that is kept; None is that of each parameter.
         """
-        self._optimizer = optimizer
+        super().__init__(optimizer, dtype)
         self._lam = lam
-        self._depth = 0  # an optimizer's step may call another hooked step on itself; only the outermost is u
         self._before: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._hooks = [
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
-        ]
 
-    def detach(self) -> None:
-        """Leave the optimizer as it was; its state keeps the last update."""
-        for hook in self._hooks:
-            hook.remove()
+    def _before_step(self, stepped: list[torch.Tensor]) -> None:
+        self._before = [(p, p.detach().clone()) for p in stepped]
 
-    @torch.no_grad()
-    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if self._depth == 0:
-            stepped = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-            self._before = [(p, p.detach().clone()) for p in stepped]
-        self._depth += 1
-
-    @torch.no_grad()
-    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        self._depth -= 1
-        if self._depth:
-            return
+    def _after_step(self) -> None:
         for p, before in self._before:
             update = before.sub_(p)
-            # The key is made only now: an optimizer takes an empty state for its own signal to initialise it.
-            state = optimizer.state[p]
-            change = update - state[STATE_KEY] if STATE_KEY in state else update
-            p.sub_(self._lam * change)
-            state[STATE_KEY] = update
+            if self.correcting:
+                previous = self._kept(p)
+                p.sub_(self._lam * (update if previous is None else update - previous))
+            self._keep(p, update)
         self._before = []
+
+
+class GradientErrorFeedback(Correction):
+    """Error Feedback on the gradient: the paper's ablation.
+
+    g is the gradient that the optimizer would step with, after clipping; the corrected one isn't clipped again. g_prev
+    is the one before, uncorrected; it is kept in ``optimizer.state[p]["previous_gradient"]``, and is zero before the
+    first step. ``.grad`` is the corrected gradient during the step, and the caller's again after it.
+
+    While ``correcting`` is False g is tracked, so that the first corrected step after it knows the gradient before.
+    """
+
+    STATE_KEY: ClassVar[str] = "previous_gradient"
+
+    def __init__(self, optimizer: torch.optim.Optimizer, lam: float, dtype: torch.dtype | None = None) -> None:
+        """Attach to an optimizer.
+
+        Args:
+            optimizer: steps the tensors of its ``param_groups`` that have a ``.grad``.
+            lam: the strength of the correction.
+            dtype: of the g_prev that is kept; None is that of each parameter.
+        """
+        super().__init__(optimizer, dtype)
+        self._lam = lam
+        self._exact: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def _before_step(self, stepped: list[torch.Tensor]) -> None:
+        for p in stepped:
+            assert p.grad is not None
+            gradient = p.grad
+            self._exact.append((p, gradient))
+            if self.correcting:
+                previous = self._kept(p)
+                p.grad = gradient + self._lam * (gradient if previous is None else gradient - previous)
+
+    def _after_step(self) -> None:
+        for p, gradient in self._exact:
+            p.grad = gradient
+            # A copy: the caller may accumulate the next gradient in the same buffer.
+            self._keep(p, gradient.clone())
+        self._exact = []

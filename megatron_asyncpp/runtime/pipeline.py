@@ -128,7 +128,7 @@ class Pipeline:
                     gradient_sync.last_backward_comes()
                 self._backward(action)
             elif isinstance(action, Finish):
-                self._step.finish(action.batch)
+                self._step.finish(action.batch, action.delayed)
             elif isinstance(action, Flush) and self._in_flight:
                 raise RuntimeError(f"flush after batch {action.batch} with forwards in flight: the plan is wrong")
         gradient_sync.end()
@@ -158,7 +158,8 @@ class Pipeline:
         assert isinstance(begin, Begin)
         self._step.begin(begin.batch, samples)
         while isinstance(self._next, Finish):
-            self._step.finish(self._take().batch)
+            finish = self._take()
+            self._step.finish(finish.batch, finish.delayed)
         self._ring.lend(self._ring.newest)
         return self._step.outcome
 

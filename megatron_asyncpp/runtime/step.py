@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_asyncpp.optim.correction import Correction
 from megatron_asyncpp.runtime.weights import WeightRing
 
 
@@ -33,6 +34,7 @@ class TwoHalfStep:
         ring: WeightRing,
         optimizer_step: Callable[[], tuple[bool, Any, Any]],
         scheduler_step: Callable[[int], None],
+        corrections: Sequence[Correction] = (),
     ) -> None:
         """Wire the step up.
 
@@ -41,10 +43,12 @@ class TwoHalfStep:
             optimizer_step: Megatron's own ``optimizer.step``.
             scheduler_step: Megatron's own ``opt_param_scheduler.step``, which takes a number of samples. It runs in
                 finish, so learning rate and weight decay are those of batch k when u_k is made.
+            corrections: of the inner optimizers; they correct the steps of delayed batches, and track those of others.
         """
         self._ring = ring
         self._optimizer_step = optimizer_step
         self._scheduler_step = scheduler_step
+        self._corrections = corrections
         self._pending: tuple[int, int] | None = None  # (batch, samples)
         self.outcome: Outcome | None = None
 
@@ -54,12 +58,19 @@ class TwoHalfStep:
             raise RuntimeError(f"begin({batch}) before finish({self._pending[0]}): the plan is wrong")
         self._pending = (batch, samples)
 
-    def finish(self, batch: int) -> None:
-        """Make V(batch + 1) and advance the learning-rate schedule."""
+    def finish(self, batch: int, delayed: bool) -> None:
+        """Make V(batch + 1) and advance the learning-rate schedule.
+
+        Args:
+            batch: k.
+            delayed: whether Error Feedback or another correction, if there is any, corrects this step.
+        """
         if self._pending is None or self._pending[0] != batch:
             raise RuntimeError(f"finish({batch}) without begin({batch}): the plan is wrong")
         samples = self._pending[1]
         self._pending = None
+        for correction in self._corrections:
+            correction.correcting = delayed
         with self._ring.advance():
             successful, grad_norm, zeros_in_grad = self._optimizer_step()
         if not successful:

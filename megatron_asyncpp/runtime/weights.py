@@ -2,7 +2,11 @@
 
 A version is written once, and no storage that a pending backward has seen is ever overwritten. V(k) lives in slot
 ``k mod versions``; with two slots, the step that makes V(k+1) writes where V(k-1) was, which is free by then. Nothing
-is copied to switch between versions: ``param.data`` is pointed at another slot.
+is copied to switch between versions: tensors are pointed at another slot.
+
+Two kinds of pointers are switched at different times. What the model's modules read (``param.data``) is switched per
+microbatch. Whatever else Megatron keeps that points into the weights (see ``pointers``) always follows the newest
+version, so its all-gather, copies and checkpoints need not know that there are others.
 
 Why not one live buffer and a saved copy of the older version: an operation that saves a *view* of a weight for its
 backward (``F.linear``, ``nn.Linear``, a rearranged weight) keeps the storage it saw. If that storage is overwritten
@@ -11,11 +15,22 @@ by a step, the backward computes a wrong gradient, without any error.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+
+from megatron_asyncpp.runtime.pointers import Pointer
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """One version's storage: what ``param.data`` and each pointer become to show it."""
+
+    parameters: list[torch.Tensor]
+    pointers: list[torch.Tensor | None]
 
 
 class WeightRing:
@@ -27,32 +42,43 @@ class WeightRing:
     """
 
     def __init__(
-        self, parameters: Iterable[torch.nn.Parameter], steppable: Iterable[torch.Tensor], versions: int, newest: int
+        self,
+        parameters: Iterable[torch.nn.Parameter],
+        steppable: Iterable[torch.Tensor],
+        versions: int,
+        newest: int,
+        pointers: Sequence[Pointer] = (),
     ) -> None:
         """Take the parameters as they are for V(newest).
 
         Args:
             parameters: the stage's parameters; those that need no gradient are shared by all versions.
-            steppable: the tensors that the inner optimizers step in place. Where one is itself a parameter
-                (fp32 training), its newest value is copied into a version's buffer before the step.
+            steppable: the tensors that the inner optimizers step in place. Where one lies in a version's storage
+                (fp32 training), its newest value is copied into the new version before the step.
             versions: the number of slots. One means that a step overwrites the only version.
             newest: the index of the version that the parameters hold now.
+            pointers: what else points into the parameters' storage, and follows the newest version.
         """
         self.parameters = tuple(p for p in parameters if p.requires_grad)
-        ids = {id(tensor) for tensor in steppable}
-        self._in_place = tuple(i for i, p in enumerate(self.parameters) if id(p) in ids)
-        self._slots: list[list[torch.Tensor] | None] = [None] * versions
+        self._pointers = tuple(pointers)
+        self._slots: list[_Slot | None] = [None] * versions
         self._held: dict[int, int] = {}  # slot -> the version in it
-        self._places: dict[int, tuple[torch.nn.Parameter, int]] = {}  # address of a storage -> whose it is, its slot
+        # address of a storage -> its slot, and (start, end, parameter) of the addresses in it
+        self._places: dict[int, tuple[int, list[tuple[int, int, torch.nn.Parameter]]]] = {}
         self.newest = newest
         self.lent = newest
-        self._fill(newest % versions, [p.data for p in self.parameters])
+        first = _Slot([p.data for p in self.parameters], [pointer.get() for pointer in self._pointers])
+        storages = {tensor.untyped_storage().data_ptr() for tensor in first.parameters}
+        self._in_place = tuple(t for t in steppable if t.untyped_storage().data_ptr() in storages)
+        self._fill(newest % versions, first)
         self._held[newest % versions] = newest
 
     @property
     def extra_bytes(self) -> int:
         """Bytes that all slots but one take once they exist."""
-        return (len(self._slots) - 1) * sum(p.numel() * p.element_size() for p in self.parameters)
+        slot = next(slot for slot in self._slots if slot is not None)
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in slot.parameters}
+        return (len(self._slots) - 1) * sum(storages.values())
 
     def lend(self, version: int) -> None:
         """Let the model's modules read V(version).
@@ -64,50 +90,75 @@ class WeightRing:
             return
         if not self.holds(version):
             raise RuntimeError(f"weights V({version}) were asked for, but the ring holds {sorted(self._held.values())}")
-        self._point_at(version)
+        for parameter, data in zip(self.parameters, self._slot(version).parameters, strict=True):
+            parameter.data = data
+        self.lent = version
 
     def holds(self, version: int) -> bool:
         """Whether V(version) is in the ring."""
         return self._held.get(version % len(self._slots)) == version
 
     def find(self, tensor: torch.Tensor) -> tuple[torch.nn.Parameter, int] | None:
-        """The parameter and version whose buffer a tensor lies in now, or None if it lies in none."""
+        """The parameter and version whose buffer a tensor begins in now, or None if it begins in none."""
         place = self._places.get(tensor.untyped_storage().data_ptr())
-        return None if place is None else (place[0], self._held[place[1]])
+        if place is None:
+            return None
+        slot, parameters = place
+        address = tensor.data_ptr()
+        for start, end, parameter in parameters:
+            if start <= address < end:
+                return parameter, self._held[slot]
+        return None
 
     @contextmanager
     def advance(self) -> Iterator[None]:
-        """Within the context an optimizer writes V(newest + 1) through ``param.data``; afterwards it is the newest.
+        """Within the context ``param.data`` and all pointers show V(newest + 1), to be written; then it is the newest.
 
         The version counters of the parameters don't change: autograd would take a step for an overwritten weight,
         but the buffer being written is one that no pending backward has seen.
         """
         self.lend(self.newest)
         version = self.newest + 1
-        before = [p.data for p in self.parameters]
+        before = [tensor.data for tensor in self._in_place]
         with torch.no_grad(), _unsafe_preserve_version_counter(self.parameters):
             self._open(version)
             if len(self._slots) > 1:
-                for i in self._in_place:
-                    self.parameters[i].data.copy_(before[i])
+                for tensor, newest in zip(self._in_place, before, strict=True):
+                    tensor.data.copy_(newest)
             yield
         self.newest = version
 
     def _open(self, version: int) -> None:
-        slot = version % len(self._slots)
-        if self._slots[slot] is None:
-            self._fill(slot, [torch.empty_like(p.data) for p in self.parameters])
-        self._held[slot] = version
-        self._point_at(version)
+        index = version % len(self._slots)
+        if self._slots[index] is None:
+            self._fill(index, self._twin(self._slot(self.newest)))
+        self._held[index] = version
+        self.lend(version)
+        for pointer, data in zip(self._pointers, self._slot(version).pointers, strict=True):
+            pointer.set(data)
 
-    def _fill(self, slot: int, tensors: list[torch.Tensor]) -> None:
-        self._slots[slot] = tensors
-        for parameter, data in zip(self.parameters, tensors, strict=True):
-            self._places[data.untyped_storage().data_ptr()] = (parameter, slot)
-
-    def _point_at(self, version: int) -> None:
+    def _slot(self, version: int) -> _Slot:
         slot = self._slots[version % len(self._slots)]
         assert slot is not None
-        for parameter, data in zip(self.parameters, slot, strict=True):
-            parameter.data = data
-        self.lent = version
+        return slot
+
+    def _fill(self, index: int, slot: _Slot) -> None:
+        self._slots[index] = slot
+        for parameter, data in zip(self.parameters, slot.parameters, strict=True):
+            storage = data.untyped_storage().data_ptr()
+            _, parameters = self._places.setdefault(storage, (index, []))
+            parameters.append((data.data_ptr(), data.data_ptr() + data.numel() * data.element_size(), parameter))
+
+    @staticmethod
+    def _twin(slot: _Slot) -> _Slot:
+        """The same tensors in storages of their own, which hold zeros: the padding of a buffer is gathered too."""
+        twins: dict[int, torch.Tensor] = {}
+
+        def twin(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in twins:
+                twins[storage.data_ptr()] = torch.zeros(storage.nbytes(), dtype=torch.uint8, device=tensor.device)
+            typed = twins[storage.data_ptr()].view(tensor.dtype)
+            return typed.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+
+        return _Slot([twin(t) for t in slot.parameters], [None if t is None else twin(t) for t in slot.pointers])

@@ -1,7 +1,8 @@
 """Pipeline schedules as data, in pure Python: neither torch nor Megatron is imported here.
 
 A schedule is a generator of actions for one stage. The runtime executes the very same generator that can be
-printed, simulated and drawn. To add one, write the generator and name it in ``SCHEDULES``.
+validated, simulated and drawn. To add one, write the generator and name it in ``SCHEDULES``; what of these the
+runtime can run is in ``megatron_asyncpp.arguments``.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from functools import partial
 
 from megatron_asyncpp.schedules.actions import Action, Batch
 from megatron_asyncpp.schedules.one_f_one_b import one_f_one_b
+from megatron_asyncpp.schedules.paci import paci
+from megatron_asyncpp.schedules.pipedream import pipedream
 from megatron_asyncpp.schedules.two_bw import two_bw
 
 Generator = Callable[[int, int, Iterable[Batch]], Iterator[Action]]
@@ -23,19 +26,27 @@ class Schedule:
 
     Attributes:
         generate: the actions of one stage, from ``(stage, stages, batches)``.
-        delay: in optimizer steps, the age of the weights that a gradient is taken at.
-        versions: weight versions that a stage keeps, the size of its ring.
+        delay: in optimizer steps, the age of the weights that a gradient is taken at; 0 drains the pipeline after
+            each batch. Where stages step alone their ages differ, and 1 says only that nothing drains.
+        versions: weight versions that a stage keeps, the size of its ring, from ``(stage, stages)``.
+        steps_alone: whether a stage's optimizer step waits for no other stage. Nothing can be computed over all
+            stages then, such as the gradient norm.
+        keeps_weights: whether every backward runs on the weights of its forward.
     """
 
     generate: Generator
     delay: int
-    versions: int
+    versions: Callable[[int, int], int]
+    steps_alone: bool = False
+    keeps_weights: bool = True
 
 
 SCHEDULES = {
-    "1f1b": Schedule(one_f_one_b, delay=0, versions=1),
-    "2bw": Schedule(two_bw, delay=1, versions=2),
-    "2bw-blocking": Schedule(partial(two_bw, blocking=True), delay=1, versions=2),
+    "1f1b": Schedule(one_f_one_b, delay=0, versions=lambda stage, stages: 1),
+    "2bw": Schedule(two_bw, delay=1, versions=lambda stage, stages: 2),
+    "2bw-blocking": Schedule(partial(two_bw, blocking=True), delay=1, versions=lambda stage, stages: 2),
+    "pipedream": Schedule(pipedream, delay=1, versions=lambda stage, stages: stages - stage, steps_alone=True),
+    "paci": Schedule(paci, delay=1, versions=lambda stage, stages: 1, steps_alone=True, keeps_weights=False),
 }
 
 __all__ = ["SCHEDULES", "Schedule"]

@@ -16,7 +16,7 @@ class Forward:
 
 @dataclass(frozen=True, slots=True)
 class Backward:
-    """Run the backward of one microbatch; V(version) must be the weights its forward ran on."""
+    """Run the backward of one microbatch on V(version): the weights of its forward, if the schedule keeps them."""
 
     microbatch: int
     batch: int
@@ -39,9 +39,13 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """Finish the batch's optimizer step: V(batch + 1) exists from here on."""
+    """Finish the batch's optimizer step: V(batch + 1) exists from here on.
+
+    ``delayed`` says whether the batch is of an asynchronous part of the run, the only one that Error Feedback corrects.
+    """
 
     batch: int
+    delayed: bool = False
 
 
 Compute = Forward | Backward
@@ -57,9 +61,12 @@ class Batch:
         microbatches: M.
         version: the weights W(k) that all of it runs on, as the index of V.
         flush: whether the pipeline drains after it (the last batch of a run does).
+        delayed: whether it is of an asynchronous part of the run. Its weights may still be the newest: the first
+            batch of such a part has no older ones.
     """
 
     index: int
     microbatches: int
     version: int
     flush: bool
+    delayed: bool = False

@@ -27,9 +27,10 @@ class Exchange:
 def with_exchanges(actions: Iterable[Action]) -> Iterator[Action | Exchange]:
     """The same actions with every ``Exchange`` in its place.
 
-    An exchange comes before whatever stands between two computations (``Begin``, ``Finish``), so the receive of
-    a message is in the same call as its send, and between calls nothing is on the wire. After a ``Flush`` nothing
-    was sent ahead: the next receive waits until the next computation.
+    A combined exchange comes before whatever stands between its two computations (``Begin``, ``Finish``), so the
+    receive of a message is in the same call as its send, and between calls nothing is on the wire. A receive alone
+    waits until the next computation: it follows a ``Flush``, after which nothing was sent ahead, or a computation of
+    the same kind, as in a pipeline that drains over several batches, and the neighbour sends only in its next call.
 
     The first and the last stage have a neighbour on one side only; their exchanges with the missing one are
     listed too, and are nothing to do.
@@ -38,13 +39,25 @@ def with_exchanges(actions: Iterable[Action]) -> Iterator[Action | Exchange]:
     held: list[Action] = []
     for action in actions:
         if isinstance(action, Compute):
-            yield from _exchange(made, _payload(action))
-            yield from held
+            needed = _payload(action)
+            # A forward's output goes to the next stage, and a backward's gradient comes from there, so these two
+            # share a neighbour, and the reverse pair shares the other. Two forwards in a row (or two backwards) don't.
+            if made is not None and made != needed:
+                yield Exchange(made, needed)
+                yield from held
+            else:
+                if made is not None:
+                    yield Exchange(made, None)
+                yield from held
+                yield Exchange(None, needed)
             held.clear()
             yield action
-            made = _payload(action)
+            made = needed
         elif isinstance(action, Flush):
-            yield from _exchange(made, None)
+            if made is not None:
+                yield Exchange(made, None)
+            yield from held
+            held.clear()
             made = None
             yield action
         elif made is None:
@@ -55,15 +68,3 @@ def with_exchanges(actions: Iterable[Action]) -> Iterator[Action | Exchange]:
 
 def _payload(action: Compute) -> Payload:
     return "forward" if isinstance(action, Forward) else "backward"
-
-
-def _exchange(send: Payload | None, receive: Payload | None) -> Iterator[Exchange]:
-    # A forward's output goes to the next stage, and a backward's gradient comes from there, so these two share a
-    # neighbour, and the reverse pair shares the other. Two forwards in a row (or two backwards) don't.
-    if send is not None and receive is not None and send != receive:
-        yield Exchange(send, receive)
-    else:
-        if send is not None:
-            yield Exchange(send, None)
-        if receive is not None:
-            yield Exchange(None, receive)

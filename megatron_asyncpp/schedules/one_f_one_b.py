@@ -18,4 +18,4 @@ def one_f_one_b(stage: int, stages: int, batches: Iterable[Batch]) -> Iterator[A
             yield Backward(microbatch, batch.index, batch.version)
         yield Flush(batch.index)
         yield Begin(batch.index)
-        yield Finish(batch.index)
+        yield Finish(batch.index, batch.delayed)

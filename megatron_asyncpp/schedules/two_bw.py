@@ -30,7 +30,7 @@ def two_bw(stage: int, stages: int, batches: Iterable[Batch], blocking: bool = F
     batch = next(upcoming, None)
     forwards: list[Forward] = []  # that are still to be run, of this batch and the lead ones of the next
     primed = False  # whether the lead forwards of this batch ran already
-    begun: int | None = None  # the batch whose step is still to be finished
+    begun: Batch | None = None  # whose step is still to be finished
     while batch is not None:
         following = next(upcoming, None)
         forwards += _forwards(batch, lead if primed else 0, batch.microbatches)
@@ -41,19 +41,19 @@ def two_bw(stage: int, stages: int, batches: Iterable[Batch], blocking: bool = F
             del forwards[:lead]
         for microbatch in range(batch.microbatches):
             if forwards:
-                if begun is not None and forwards[0].version > begun:
-                    yield Finish(begun)
+                if begun is not None and forwards[0].version > begun.index:
+                    yield Finish(begun.index, begun.delayed)
                     begun = None
                 yield forwards.pop(0)
             yield Backward(microbatch, batch.index, batch.version)
         if batch.flush:
             yield Flush(batch.index)
         if begun is not None:
-            yield Finish(begun)
+            yield Finish(begun.index, begun.delayed)
         yield Begin(batch.index)
-        begun = batch.index
+        begun = batch
         if blocking or batch.flush:
-            yield Finish(begun)
+            yield Finish(begun.index, begun.delayed)
             begun = None
         primed = not batch.flush
         batch = following

@@ -17,7 +17,7 @@ from tests.harness.reference import Reference
 
 
 def install(reference: Reference) -> None:
-    """Replace training.train_step by one whose batch k runs on W(k), with Error Feedback by hand around each step."""
+    """Replace training.train_step by one whose batch k runs on W(k), with corrections by hand around each step."""
     train_step = training.train_step
     history: list[list[torch.Tensor]] = []  # history[k] is V(k)
 
@@ -25,9 +25,9 @@ def install(reference: Reference) -> None:
     def delayed(
         step: Callable, data: Any, model: list, optimizer: Any, scheduler: Any, config: Any, run: Callable, **kw
     ):
-        if not history and reference.error_feedback is not None:
+        if not history and (reference.error_feedback, reference.delay_compensation) != (None, None):
             for inner in inner_optimizers(optimizer):
-                feed_back(inner, reference)
+                correct(inner, reference)
         weights = [p for m in model for p in m.parameters()] + [b for m in model for b in biases(m)]
         history.append([w.detach().clone() for w in weights])
         older = reference.version(len(history) - 1, get_args().train_iters)
@@ -72,21 +72,39 @@ def inner_optimizers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
         yield optimizer.optimizer
 
 
-def feed_back(inner: torch.optim.Optimizer, reference: Reference) -> None:
-    """Wrap inner.step so that V(k+1) = V(k) - u_k - lam * (u_k - u_{k-1}), u_k being what the step alone did."""
-    step, last, count = inner.step, {}, iter(range(1 << 30))
+def correct(inner: torch.optim.Optimizer, reference: Reference) -> None:
+    """Wrap inner.step as the reference says.
+
+    Error Feedback: V(k+1) = V(k) - u_k - lam * (u_k - u_{k-1}), u_k being what the step alone did; or the step is given
+    g_k + lam * (g_k - g_{k-1}). DC-ASGD: the step is given g + lam * g * g * (V(k) - W(k)).
+    """
+    step, last, versions, count = inner.step, {}, {}, iter(range(1 << 30))
+    on_update = reference.error_feedback is not None and reference.feedback_on == "update"
+    on_gradient = reference.error_feedback is not None and reference.feedback_on == "gradient"
 
     @torch.no_grad()
     def corrected(*args: Any, **kwargs: Any) -> Any:
+        k, batches = next(count), get_args().train_iters
         stepped = [p for group in inner.param_groups for p in group["params"] if p.grad is not None]
         before = [p.detach().clone() for p in stepped]
+        lam = reference.correction(k, batches)
+        for p, old in zip(stepped, before, strict=True):
+            g = p.grad.clone()
+            if reference.delay_compensation is not None:
+                versions.setdefault(p, []).append(old)  # versions[p][k] is V(k)
+                read = versions[p][reference.version(k, batches)]
+                p.grad.copy_(g + reference.delay_compensation * g * g * (old - read))
+            if on_gradient:
+                if lam is not None:
+                    p.grad.copy_(g + lam * (g - last.get(p, torch.zeros_like(g))))
+                last[p] = g.to(reference.feedback_dtype)
         result = step(*args, **kwargs)
-        lam = reference.correction(next(count), get_args().train_iters)
         for p, old in zip(stepped, before, strict=True):
             u = old - p
-            if lam is not None:
-                p.sub_(lam * (u - last.get(p, torch.zeros_like(u))))
-            last[p] = u
+            if on_update:
+                if lam is not None:
+                    p.sub_(lam * (u - last.get(p, torch.zeros_like(u))))
+                last[p] = u.to(reference.feedback_dtype)
         return result
 
     inner.step = corrected

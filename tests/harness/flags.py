@@ -30,9 +30,13 @@ def tiny_flags(
     tied: bool = False,
     eval_interval: int = 1000,
     eval_iters: int = 0,
+    ramp_up: Sequence[tuple[int, int]] = (),
     extra: Sequence[str] = (),
 ) -> list[str]:
-    """Flags of a tiny SwiGLU/RMSNorm GPT on the harness's corpus. A flag in `extra` overrides the same flag here."""
+    """Flags of a tiny SwiGLU/RMSNorm GPT on the harness's corpus. A flag in `extra` overrides the same flag here.
+
+    `ramp_up` lists (microbatches, iterations) in the order they are to come, in place of one number of each.
+    """
     flags: dict[str, object] = {
         "--pipeline-model-parallel-size": pipeline,
         "--tensor-model-parallel-size": tensor,
@@ -74,6 +78,17 @@ def tiny_flags(
         "--distributed-backend": "gloo",
         "--transformer-impl": "local",
     }
+    if ramp_up:
+        for name in ("--global-batch-size", "--train-iters", "--lr-warmup-iters"):
+            del flags[name]
+        consumed, thresholds = 0, []
+        for count, repeated in ramp_up:
+            batch = count * micro_batch_size * data_parallel
+            thresholds.append(f"{consumed * sequence}:{batch}")  # Megatron counts in tokens
+            consumed += batch * repeated
+        flags["--step-batch-size-schedule"] = " ".join(thresholds)
+        flags["--train-samples"] = consumed
+        flags["--lr-warmup-samples"] = consumed // 10
     switches = ["--swiglu", "--disable-bias-linear", "--deterministic-mode", "--no-persist-layer-norm"]
     switches += ["--no-gradient-accumulation-fusion", "--no-rope-fusion", "--no-masked-softmax-fusion"]
     switches += [] if tied else ["--untie-embeddings-and-output-weights"]

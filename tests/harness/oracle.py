@@ -1,8 +1,9 @@
 """The oracle: the recursion of DESIGN.md written down literally, on one process, over Megatron's GPT model.
 
 Of Megatron only the model, the data and the argument parser are used. Schedule, gradient accumulation, norm, clipping,
-AdamW, learning rate, weight decay, delay and Error Feedback are written out here, in the order of operations that gives
-Megatron's bits. Nothing is imported from megatron_asyncpp, directly or through another module (a test checks that).
+AdamW, learning rate, weight decay, delay and its corrections are written out here, in the order of operations that
+gives Megatron's bits. Nothing is imported from megatron_asyncpp, directly or through another module (a test checks
+that).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ def install(reference: Reference, result: RankResult, initial: Weights | None) -
 
     def build(*_: Any, cfg_container: Any, **__: Any) -> tuple[list, None, None]:
         args = get_args()
+        args.train_iters = len(microbatches_of_batches(args))  # not known yet if --train-samples was given
         args.iteration = args.num_floating_point_operations_so_far = 0
         builder = cfg_container.model.get_builder_cls()(cfg_container.model)
         groups = ProcessGroupCollection.use_mpu_process_groups()
@@ -30,7 +32,7 @@ def install(reference: Reference, result: RankResult, initial: Weights | None) -
 
     def train(forward_step: Any, model: list, optimizer: Any, scheduler: Any, data: Any, *_: Any, **__: Any):
         Oracle(reference, model[0], initial).train(forward_step, data, result)
-        return get_args().train_iters, 0
+        return len(result.losses), 0
 
     training.setup_model_and_optimizer = build
     training.train = train
@@ -48,30 +50,35 @@ class Oracle:
             f"initial weights: {sorted(start.keys() ^ self.parameters.keys())}"
         )
         self.versions = [{n: start[n].clone() for n in self.parameters}]  # versions[k] is V(k)
-        self.mean, self.square, self.last_update = (
-            {n: torch.zeros_like(w) for n, w in start.items()} for _ in range(3)
+        self.microbatches = microbatches_of_batches(self.args)
+        self.mean, self.square, self.last_update, self.last_gradient = (
+            {n: torch.zeros_like(w) for n, w in start.items()} for _ in range(4)
         )
 
     def train(self, forward_step: Any, data: Any, result: RankResult) -> None:
         args = self.args
         result.initial = {n: w.clone() for n, w in self.versions[0].items()}
-        microbatches = args.global_batch_size // args.micro_batch_size
-        for k in range(args.train_iters):
+        samples = 0  # consumed before batch k
+        for k, microbatches in enumerate(self.microbatches):
             loss, gradients = self.gradients(k, forward_step, data, microbatches)
             norm = self.norm(gradients)
             if args.clip_grad > 0 and (scale := args.clip_grad / (norm + 1e-6)) < 1:
                 gradients = {n: g * scale for n, g in gradients.items()}
-            rate = learning_rate(args, k * args.global_batch_size)
+            rate = learning_rate(args, samples)
+            samples += microbatches * args.micro_batch_size
             self.versions.append(self.updated(k, gradients, rate))
             result.losses.append(loss)
             result.grad_norms.append(torch.tensor(norm).item())  # train_step reports it through an fp32 tensor
             result.learning_rates.append(rate)
-            print(f"oracle: batch {k} on V({self.reference.version(k, args.train_iters)}), loss {loss:.6f}", flush=True)
+            print(
+                f"oracle: batch {k} on V({self.reference.version(k, len(self.microbatches))}), loss {loss:.6f}",
+                flush=True,
+            )
         result.final = self.versions[-1]
 
     def gradients(self, k: int, forward_step: Any, data: Any, microbatches: int) -> tuple[float, Weights]:
         """Loss and gradient of batch k at W(k): microbatch after microbatch, summed from zero."""
-        version = self.versions[self.reference.version(k, self.args.train_iters)]
+        version = self.versions[self.reference.version(k, len(self.microbatches))]
         for name, p in self.parameters.items():
             p.data.copy_(version[name])
         total = {n: torch.zeros_like(p) for n, p in self.parameters.items()}
@@ -104,29 +111,56 @@ class Oracle:
     def updated(self, k: int, gradients: Weights, rate: float) -> Weights:
         """V(k+1) = V(k) - u_k - lam * (u_k - u_{k-1}), where V(k) - u_k is AdamW's step from V(k)."""
         args, after = self.args, {}
-        lam = self.reference.correction(k, args.train_iters)
+        lam = self.reference.correction(k, len(self.microbatches))
         for name, old in self.versions[k].items():
-            g, mean, square, new = gradients[name], self.mean[name], self.square[name], old.clone()
+            g, new = self.corrected(k, name, gradients[name]), old.clone()
+            mean, square = self.mean[name], self.square[name]
             if self.decays(name):
                 new.mul_(1 - rate * args.weight_decay)
             mean.lerp_(g, 1 - args.adam_beta1)
             square.mul_(args.adam_beta2).addcmul_(g, g, value=1 - args.adam_beta2)
             denominator = (square.sqrt() / (1 - args.adam_beta2 ** (k + 1)) ** 0.5).add_(args.adam_eps)
             new.addcdiv_(mean, denominator, value=-(rate / (1 - args.adam_beta1 ** (k + 1))))
-            if self.reference.error_feedback is not None:
+            if self.reference.error_feedback is not None and self.reference.feedback_on == "update":
                 u = old - new
                 if lam is not None:
                     new.sub_(lam * (u - self.last_update[name]))
-                self.last_update[name] = u
+                self.last_update[name] = u.to(self.reference.feedback_dtype)
             after[name] = new
         return after
+
+    def corrected(self, k: int, name: str, g: torch.Tensor) -> torch.Tensor:
+        """The gradient that AdamW steps with: g, or what DC-ASGD or Error Feedback on gradients makes of it."""
+        if (lam := self.reference.delay_compensation) is not None:
+            ran_on = self.versions[self.reference.version(k, len(self.microbatches))]
+            return g + lam * g * g * (self.versions[k][name] - ran_on[name])
+        if self.reference.error_feedback is None or self.reference.feedback_on == "update":
+            return g
+        last, self.last_gradient[name] = self.last_gradient[name], g.to(self.reference.feedback_dtype)
+        lam = self.reference.correction(k, len(self.microbatches))
+        return g if lam is None else g + lam * (g - last)
+
+
+def microbatches_of_batches(args: Any) -> list[int]:
+    """M of each batch: one number, or a schedule of batch sizes that begin at numbers of consumed tokens."""
+    if args.step_batch_size_schedule is None:
+        return [args.global_batch_size // args.micro_batch_size] * args.train_iters
+    steps = [tuple(map(int, step.split(":"))) for step in args.step_batch_size_schedule.split()]
+    sizes: list[int] = []
+    while sum(sizes) < args.train_samples:
+        sizes.append(max(size for tokens, size in steps if tokens <= sum(sizes) * args.seq_length))
+    return [size // args.micro_batch_size for size in sizes]
 
 
 def learning_rate(args: Any, samples: int) -> float:
     """The rate after so many samples: linear warm-up, then constant, linear or cosine down to min_lr."""
-    decay = (args.lr_decay_iters or args.train_iters) * args.global_batch_size
-    fraction = args.lr_warmup_fraction
-    warmup = fraction * decay if fraction is not None else args.lr_warmup_iters * args.global_batch_size
+    if args.train_samples is not None:
+        decay, warmup = args.lr_decay_samples or args.train_samples, args.lr_warmup_samples
+    else:
+        decay = (args.lr_decay_iters or args.train_iters) * args.global_batch_size
+        warmup = args.lr_warmup_iters * args.global_batch_size
+    if args.lr_warmup_fraction is not None:
+        warmup = args.lr_warmup_fraction * decay
     if warmup > 0 and samples <= warmup:
         return args.lr_warmup_init + (args.lr - args.lr_warmup_init) * float(samples) / float(warmup)
     if args.lr_decay_style == "constant":

@@ -1,8 +1,10 @@
-"""What the two references (oracle and fixture) compute: which weights each batch runs on, and Error Feedback."""
+"""What the two references (oracle and fixture) compute: which weights each batch runs on, and what corrects that."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+import torch
 
 
 @dataclass(frozen=True)
@@ -12,6 +14,9 @@ class Reference:
     Attributes:
         delay: updates that a batch's weights lag behind; 0 is synchronous, 1 is PipeDream-2BW.
         error_feedback: lam of Error Feedback; None leaves it out altogether.
+        feedback_on: whether Error Feedback corrects the "update", or the "gradient" that the optimizer steps with.
+        feedback_dtype: in which precision the last update (or gradient) is remembered.
+        delay_compensation: lam of DC-ASGD; None leaves it out altogether.
         sync_start: the first N batches run on the newest weights.
         sync_cooldown: the last N batches do.
         norm_partition: parameter names of each pipeline stage, for the oracle: Megatron sums the squares of the
@@ -22,6 +27,9 @@ class Reference:
 
     delay: int = 0
     error_feedback: float | None = None
+    feedback_on: str = "update"
+    feedback_dtype: torch.dtype = torch.float32
+    delay_compensation: float | None = None
     sync_start: int = 0
     sync_cooldown: int = 0
     norm_partition: tuple[tuple[str, ...], ...] | None = None
