@@ -179,3 +179,92 @@ def break_payloads(result: RankResult) -> None:
         return get_batch(data, vp_stage)
 
     pretrain_gpt.get_batch = skipping
+
+
+def _keep_pointers(keep: Any) -> None:
+    """Give the ring only those pointers for which ``keep`` holds."""
+    from megatron_asyncpp.integration import run
+
+    pointers = run.pointers
+    run.pointers = lambda model, leaves: [pointer for pointer in pointers(model, leaves) if keep(pointer)]
+
+
+def without_bucket_pointers() -> None:
+    """Leave out ``bucket.param_data``: a step's result is gathered into, and copied to, an older version's buffer."""
+    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucket
+
+    _keep_pointers(lambda p: not isinstance(getattr(p, "owner", None), _ParamAndGradBucket))
+
+
+def without_shard_caches() -> None:
+    """Leave out the cached shards of each bucket group: an older version's shard is gathered."""
+    from megatron_asyncpp.runtime.pointers import ShardCache
+
+    _keep_pointers(lambda p: not isinstance(p, ShardCache))
+
+
+def without_views() -> None:
+    """Leave out the views that the inner optimizer steps."""
+    from megatron_asyncpp.runtime.pointers import View
+
+    _keep_pointers(lambda p: not isinstance(p, View))
+
+
+def without_copy() -> None:
+    """Leave out the copy of the newest values into the buffer that a step then changes in place."""
+    from megatron_asyncpp.runtime.weights import WeightRing
+
+    start = WeightRing.__init__
+
+    def init(self: WeightRing, *args: Any, **kwargs: Any) -> None:
+        start(self, *args, **kwargs)
+        self._in_place = ()
+
+    WeightRing.__init__ = init  # type: ignore[method-assign]
+
+
+def walk_aliases(result: RankResult) -> None:
+    """After six steps, list the tensors that lie in a version's storage and that the ring doesn't know."""
+    import gc
+
+    import torch
+
+    from megatron_asyncpp.runtime.pipeline import Pipeline
+
+    step, calls = Pipeline.optimizer_step, iter(range(1 << 30))
+    result.extra["aliases"] = found = []
+
+    def walk(ring: Any) -> None:
+        gc.collect()
+        slots = [slot for slot in ring._slots if slot is not None]
+        known = {id(t) for slot in slots for t in (*slot.parameters, *slot.pointers)} | {id(p) for p in ring.parameters}
+        known |= {id(getattr(pointer, "tensor", None)) for pointer in ring._pointers}
+        for pointer in ring._pointers:
+            known |= {id(pointer.get()), id(getattr(getattr(pointer, "tensor", None), "_base", None))}
+            for shards in getattr(getattr(pointer, "group", None), "cached_param_buffer_shard_list", ()):
+                known |= {id(shard) for shard in shards or ()}
+        for thing in gc.get_objects():
+            if type(thing) in (torch.Tensor, torch.nn.Parameter) and id(thing) not in known:
+                found.extend([tuple(thing.shape)] if thing.untyped_storage().data_ptr() in ring._places else [])
+
+    def stepped(self: Pipeline, samples: int) -> Any:
+        outcome = step(self, samples)
+        if next(calls) == 5:
+            walk(self._ring)
+        return outcome
+
+    Pipeline.optimizer_step = stepped  # type: ignore[method-assign]
+
+
+def plant_alias(result: RankResult) -> None:
+    """As above, with a model that keeps a view of one of its weights."""
+    walk_aliases(result)
+    from megatron_asyncpp.integration import run
+
+    pointers = run.pointers
+
+    def planting(model: Any, leaves: Any) -> Any:
+        model.planted = next(p for p in model.parameters() if p.numel() > 100).data.view(-1)[:77]
+        return pointers(model, leaves)
+
+    run.pointers = planting

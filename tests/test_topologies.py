@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.checkpoint import FileSystemReader
 
 from tests import rows
 from tests.harness.flags import tiny_flags
@@ -87,3 +89,42 @@ def test_a_topology_is_the_flushed_loop_on_older_weights(name: str) -> None:
     assert sum(norm > CLIP for norm in reference.grad_norms) > rows.ITERATIONS // 2, "clipping wasn't active"
     assert_bitwise(done, reference)
     assert done.grad_norms == reference.grad_norms
+
+
+@pytest.mark.parametrize("fault", ["without_bucket_pointers", "without_shard_caches", "without_views", "without_copy"])
+def test_leaving_out_one_pointer_is_seen(fault: str) -> None:
+    """``buffer.param_data`` and ``shard_float16_groups`` follow for tidiness: no run was seen to read them."""
+    row = TOPOLOGIES["dp2 pp2 distributed"]
+    flags = tiny_flags(
+        row.stages, 4, clip=CLIP, extra=(*row.extra, *rows.TWO_BW, *rows.feedback_flags(1.0)), **row.flags
+    )
+    wrong = run(flags, row.world, hooks=f"tests.faults:{fault}")
+    with pytest.raises(AssertionError, match="differ"):
+        assert_bitwise(wrong, train(row, "fixture"))
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+def test_no_tensor_points_into_a_version_unknown_to_the_ring(bf16: bool) -> None:
+    """Finds the pointer that a new version of Megatron adds."""
+    extra = (*DISTRIBUTED, "--overlap-grad-reduce", "--overlap-param-gather", *SMALL_BUCKETS, *rows.TWO_BW)
+    flags = tiny_flags(2, 4, iterations=7, data_parallel=2, bf16=bf16, extra=extra)
+    done = run(flags, 4, hooks="tests.faults:walk_aliases")
+    assert [rank.extra["aliases"] for rank in done.ranks] == [[], [], [], []]
+
+
+def test_the_walk_finds_a_planted_tensor() -> None:
+    done = run(tiny_flags(2, 4, iterations=7, extra=rows.TWO_BW), 2, hooks="tests.faults:plant_alias")
+    assert all((77,) in rank.extra["aliases"] for rank in done.ranks)
+
+
+@pytest.mark.parametrize("sharding", [(), ("--dist-ckpt-optim-fully-reshardable",)], ids=["default", "reshardable"])
+def test_the_sharded_checkpoint_has_what_error_feedback_keeps(sharding: tuple[str, ...], tmp_path: Path) -> None:
+    save = ("--save", str(tmp_path), "--save-interval", "2", "--ckpt-format", "torch_dist", *sharding)
+    extra = (*DISTRIBUTED, *rows.TWO_BW, *rows.feedback_flags(1.0), *save)
+    run(tiny_flags(2, 4, iterations=4, data_parallel=2, bf16=True, extra=extra), 4)
+    for iteration in (2, 4):
+        folder = tmp_path / f"iter_{iteration:07}"
+        saved = FileSystemReader(folder).read_metadata().state_dict_metadata
+        moments = [name for name in saved if "exp_avg_sq" in name]
+        assert moments
+        assert [name for name in moments if name.replace("exp_avg_sq", "previous_update") not in saved] == []

@@ -101,6 +101,20 @@ def _get_forward_backward_func(original: Callable[..., Any]) -> Callable[..., An
     return get_forward_backward_func
 
 
+def _optimizer_state_keys(original: property) -> property:
+    def optimizer_state_keys(self: Any) -> tuple[str, ...]:
+        from megatron.training import get_args
+
+        from megatron_asyncpp.integration.run import state_keys
+
+        assert original.fget is not None
+        keys: tuple[str, ...] = original.fget(self)
+        config = arguments.config_from(get_args())
+        return keys if config is None else (*keys, *state_keys(config))
+
+    return property(optimizer_state_keys, doc=original.__doc__)
+
+
 PATCHES = (
     Patch(
         "megatron.training.arguments:add_megatron_arguments",
@@ -131,6 +145,12 @@ PATCHES = (
         "megatron.training.training:get_forward_backward_func",
         _get_forward_backward_func,
         "gives the loop the pipeline's forward_backward in place of Megatron's schedule",
+        VERSIONS,
+    ),
+    Patch(
+        "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.optimizer_state_keys",
+        _optimizer_state_keys,
+        "saves what a correction keeps from step to step with the sharded optimizer state: Megatron lists Adam's only",
         VERSIONS,
     ),
 )

@@ -29,6 +29,11 @@ from megatron_asyncpp.runtime.weights import WeightRing
 from megatron_asyncpp.schedules.batches import batches
 from megatron_asyncpp.schedules.exchanges import with_exchanges
 
+_ERROR_FEEDBACK: dict[str, type[ErrorFeedback] | type[GradientErrorFeedback]] = {
+    "update": ErrorFeedback,
+    "gradient": GradientErrorFeedback,
+}
+
 # The pipeline of the run that Megatron's train() is in, or None: there is one in a process, as there is one train().
 _current: Pipeline | None = None
 
@@ -95,12 +100,17 @@ def running(
             correction.detach()
 
 
+def state_keys(config: AsyncPPConfig) -> tuple[str, ...]:
+    """The keys under which the configured corrections keep tensors in an optimizer's state."""
+    keys = (_ERROR_FEEDBACK[config.error_feedback_on].STATE_KEY,) if config.error_feedback is not None else ()
+    return keys if config.delay_compensation is None else (*keys, DelayCompensation.STATE_KEY)
+
+
 def _corrections(config: AsyncPPConfig, optimizer: torch.optim.Optimizer) -> Iterator[Correction]:
     if config.error_feedback is not None:
-        kind = {"update": ErrorFeedback, "gradient": GradientErrorFeedback}[config.error_feedback_on]
         # Megatron's optimizers step fp32 tensors: fp32 parameters, or the fp32 masters of others.
         dtype = {"fp32": None, "bf16": torch.bfloat16}[config.error_feedback_dtype]
-        yield kind(optimizer, config.error_feedback, dtype)
+        yield _ERROR_FEEDBACK[config.error_feedback_on](optimizer, config.error_feedback, dtype)
     if config.delay_compensation is not None:
         yield DelayCompensation(optimizer, config.delay_compensation)
 

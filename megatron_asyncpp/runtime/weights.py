@@ -152,13 +152,14 @@ class WeightRing:
     @staticmethod
     def _twin(slot: _Slot) -> _Slot:
         """The same tensors in storages of their own, which hold zeros: the padding of a buffer is gathered too."""
-        twins: dict[int, torch.Tensor] = {}
+        storages: dict[int, torch.UntypedStorage] = {}
 
         def twin(tensor: torch.Tensor) -> torch.Tensor:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in twins:
-                twins[storage.data_ptr()] = torch.zeros(storage.nbytes(), dtype=torch.uint8, device=tensor.device)
-            typed = twins[storage.data_ptr()].view(tensor.dtype)
-            return typed.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+            old = tensor.untyped_storage()
+            if old.data_ptr() not in storages:
+                zeros = torch.zeros(old.nbytes(), dtype=torch.uint8, device=tensor.device)
+                storages[old.data_ptr()] = zeros.untyped_storage()
+            new = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            return new.set_(storages[old.data_ptr()], tensor.storage_offset(), tensor.size(), tensor.stride())
 
         return _Slot([twin(t) for t in slot.parameters], [None if t is None else twin(t) for t in slot.pointers])
