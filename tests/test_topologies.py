@@ -128,3 +128,32 @@ def test_the_sharded_checkpoint_has_what_error_feedback_keeps(sharding: tuple[st
         moments = [name for name in saved if "exp_avg_sq" in name]
         assert moments
         assert [name for name in moments if name.replace("exp_avg_sq", "previous_update") not in saved] == []
+
+
+def test_overlap_changes_nothing_where_iterations_differ() -> None:
+    """Megatron's buckets learn in the first iteration how many gradients to wait for (case 7): here the first ones are
+    synchronous, and the number of microbatches grows."""
+
+    def train(*overlap: str) -> Run:
+        extra = (*rows.TWO_BW, *rows.feedback_flags(1.0), "--asyncpp-sync-start-iters", "2", *DISTRIBUTED, *overlap)
+        # Without clipping: only with the overlap are there several buckets, and their shards' norms add up differently.
+        flags = tiny_flags(2, ramp_up=((2, 4), (4, 4)), data_parallel=2, extra=extra)
+        return run(flags, 4)
+
+    assert_bitwise(train("--overlap-grad-reduce", "--overlap-param-gather", *SMALL_BUCKETS), train())
+
+
+def test_tied_weights_stay_equal(tmp_path: Path) -> None:
+    """Embedding and output weights drift apart with the distributed optimizer (case 5)."""
+    extra = (*DISTRIBUTED, *rows.TWO_BW, *rows.feedback_flags(1.0), "--iterations-to-skip", "7")
+    extra += ("--save", str(tmp_path), "--save-interval", "10", "--ckpt-format", "torch_dist")
+    flags = tiny_flags(
+        2, 4, iterations=20, clip=CLIP, tied=True, data_parallel=2, eval_interval=5, eval_iters=1, extra=extra
+    )
+    done = run(flags, 4)
+    assert done.merged("final")  # raises if the copies or replicas differ
+    copies = [
+        rank.final.get("embedding.word_embeddings.weight", rank.final.get("output_layer.weight")) for rank in done.ranks
+    ]
+    assert len(copies) == 4
+    assert all(copy is not None and copy.equal(copies[0]) for copy in copies)
