@@ -48,6 +48,8 @@ def text(
         f"extra memory against synchronous training: {extra_bytes / 1e6:.1f} MB on the rank that needs most",
         *(f"optimizer {_describe(optimizer)}" for optimizer in optimizers),
     ]
+    if config.sync_start or config.sync_cooldown:
+        lines.append(f"synchronous: the first {config.sync_start} and the last {config.sync_cooldown} iterations")
     if config.muon_preset is not None:
         lines.append(f"{PREFIX}muon-preset {config.muon_preset} sets {muon_preset.described(config.muon_preset, argv)}")
     if config.error_feedback_on == "gradient":
