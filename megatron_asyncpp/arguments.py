@@ -120,7 +120,7 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
 
 def config_from(args: Namespace) -> AsyncPPConfig | None:
     """The plugin's configuration from Megatron's parsed arguments, or None if no schedule was asked for."""
-    if args.asyncpp_schedule is None:
+    if getattr(args, "asyncpp_schedule", None) is None:  # the flags may be unknown, see check()
         return None
     return AsyncPPConfig(
         name=args.asyncpp_schedule,
@@ -143,7 +143,10 @@ def check(args: Namespace, argv: list[str]) -> None:
     """
     if not hasattr(args, "asyncpp_schedule"):
         if any(word.startswith(PREFIX) for word in argv):
-            raise AsyncPPError(f"--yaml-cfg replaces all flags, so {PREFIX}* would be ignored: give flags instead")
+            raise AsyncPPError(
+                f"{PREFIX}* would be ignored: give flags in place of --yaml-cfg, which replaces them all, and call "
+                f"megatron_asyncpp.install() before the arguments are parsed"
+            )
         return
     config = config_from(args)
     if config is None:

@@ -54,7 +54,7 @@ def _skips_where_megatron_fails(args: Namespace) -> bool:
 
 
 def _gathers_layer_wise(args: Namespace) -> bool:
-    return bool(args.overlap_param_gather) and args.optimizer not in ("adam", "sgd")
+    return bool(args.overlap_param_gather) and args.optimizer != "adam"
 
 
 _DROP = "leave the flag out"
@@ -85,7 +85,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "--overlap-param-gather",
         _gathers_layer_wise,
         "with this optimizer weights are gathered through the gradient buffer, into whichever version is shown",
-        "leave the flag out, or use --optimizer adam or sgd",
+        "leave the flag out, or use --optimizer adam",
     ),
     Refusal(
         "--tensor-parallel-num-weight-shards", _shards_weights, "its weight buffers have no second version yet", _DROP
@@ -135,6 +135,7 @@ REFUSALS: tuple[Refusal, ...] = (
         for flag, name in {
             "--mtp-num-layers": "mtp_num_layers",
             "--qk-clip": "qk_clip",
+            "--dsa-indexer-loss-coeff": "dsa_indexer_loss_coeff",
             "--log-max-attention-logit": "log_max_attention_logit",
             "--delay-wgrad-compute": "delay_wgrad_compute",
             "--defer-embedding-wgrad-compute": "defer_embedding_wgrad_compute",

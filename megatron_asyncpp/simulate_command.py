@@ -87,7 +87,7 @@ def _sweep(args: argparse.Namespace, latency: Fraction) -> int:
         if args.out.suffix not in (".png", ".svg"):
             raise AsyncPPError(f"--out {args.out} is no picture: give a name that ends in .png or .svg.")
         if importlib.util.find_spec("matplotlib") is None:
-            raise AsyncPPError("Pictures are drawn with matplotlib: pip install 'megatron_asyncpp[plots]'.")
+            raise AsyncPPError("Pictures are drawn with matplotlib: pip install matplotlib.")
     predictions = simulate_sweep.sweep(forward, backward, latency, args.virtual_stages)
     setting = (
         f"forward {forward}, backward {backward}, latency {latency}; interleaved with {args.virtual_stages} model "

@@ -91,7 +91,7 @@ def main(args: argparse.Namespace) -> int:
     if args.iters < _MINIMUM_ITERATIONS:
         raise AsyncPPError(f"--iters {args.iters} is too few to compare anything: give at least {_MINIMUM_ITERATIONS}.")
     if importlib.util.find_spec("matplotlib") is None:
-        raise AsyncPPError("The study draws its curves with matplotlib: pip install 'megatron_asyncpp[plots]'.")
+        raise AsyncPPError("The study draws its curves with matplotlib: pip install matplotlib.")
     # A plain `kill`, or a terminal that is closed, shall end the runs too, as Ctrl-C does.
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup's doing, and to be left so

@@ -88,4 +88,4 @@ def _check(args: argparse.Namespace) -> None:
             f"{' or '.join(suffixes)}{other}."
         )
     if args.format == "picture" and importlib.util.find_spec("matplotlib") is None:
-        raise AsyncPPError("A picture is drawn with matplotlib: pip install 'megatron_asyncpp[plots]'.")
+        raise AsyncPPError("A picture is drawn with matplotlib: pip install matplotlib.")

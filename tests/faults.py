@@ -30,8 +30,8 @@ def one_live_buffer() -> None:
 
     start = WeightRing.__init__
 
-    def init(self: WeightRing, parameters: Any, steppable: Any, versions: int, newest: int) -> None:
-        start(self, parameters, steppable, 1, newest)
+    def init(self: WeightRing, *args: Any, versions: int, **kwargs: Any) -> None:
+        start(self, *args, versions=1, **kwargs)
 
     def lend(self: WeightRing, version: int) -> None:
         self.lent = version
@@ -83,6 +83,32 @@ def poison_batch_three() -> None:
                 self._ring.parameters[0].main_grad.fill_(float("nan"))
 
     Pipeline._backward = poisoned  # type: ignore[method-assign]
+
+
+def leave_at_once() -> None:
+    """A rank that leaves doesn't wait for rank 0."""
+    from megatron_asyncpp import errors
+
+    errors.HEAD_START = 0.0
+
+
+def add_running_mean() -> None:
+    """Give every transformer layer a buffer that its forward changes."""
+    import torch
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    start, forward = TransformerLayer.__init__, TransformerLayer.forward
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        start(self, *args, **kwargs)
+        self.register_buffer("running", torch.zeros(1))
+
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        hidden, context = forward(self, *args, **kwargs)
+        self.running.lerp_(hidden.detach().mean().view(1), 0.1)
+        return hidden + self.running, context
+
+    TransformerLayer.__init__, TransformerLayer.forward = init, run
 
 
 def watch_evaluations(result: RankResult) -> None:

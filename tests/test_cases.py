@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -50,7 +51,9 @@ def test_data_of_another_microbatch_is_seen() -> None:
 def test_skipped_iterations_count_no_update(lam: float | None) -> None:
     """The flushed loop on older weights skips the same iterations (cases 10 and 17)."""
     extra = ("--iterations-to-skip", "4", "5", "9")
-    assert_bitwise(rows.plugin(2, 4, lam, extra=extra), rows.fixture(2, 4, lam, extra=extra))
+    done = rows.plugin(2, 4, lam, extra=extra)
+    assert done.ranks[0].versions[8, 0] == (7, 7), "batch 8 is the last of 9, and runs on V(7)"
+    assert_bitwise(done, rows.fixture(2, 4, lam, extra=extra))
 
 
 @pytest.mark.parametrize("stages", [2, 4])
@@ -76,7 +79,7 @@ def test_evaluation_changes_nothing_and_sees_the_newest_weights(stages: int) -> 
         compare_weights(seen[-1][0], rank.final, "the last evaluation's weights")
 
 
-def test_saving_changes_nothing(tmp_path: object) -> None:
+def test_saving_changes_nothing(tmp_path: Path) -> None:
     """A checkpoint in the middle of a run, with in-flight activations (case 9)."""
     extra = ("--save", str(tmp_path), "--save-interval", "5", "--ckpt-format", "torch_dist")
     saved = rows.plugin(2, 4, 1.0, rows.CLIP, extra=extra)
@@ -123,10 +126,16 @@ def test_a_layer_that_saves_a_view_of_its_weight(stages: int) -> None:
             assert_bitwise(wrong, reference)
 
 
-@pytest.mark.parametrize("fault", ["backward_on_the_newest", "one_live_buffer"])
-def test_the_debug_mode_stops_a_run_on_wrong_weights(fault: str) -> None:
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("backward_on_the_newest", r"a backward uses .* of V\(\d+\), but its forward ran on V\(\d+\)"),
+        ("one_live_buffer", r"a forward on V\(\d+\) uses .* of V\(\d+\)"),
+    ],
+)
+def test_the_debug_mode_stops_a_run_on_wrong_weights(fault: str, message: str) -> None:
     flags = tiny_flags(2, 4, extra=(*rows.TWO_BW, "--asyncpp-check-versions"))
-    with pytest.raises(RankError, match=r"a backward uses .* of V\(\d+\), but its forward ran on V\(\d+\)"):
+    with pytest.raises(RankError, match=message):
         run(flags, 2, hooks=f"tests.faults:{fault}")
 
 
@@ -139,8 +148,29 @@ def test_dropout_draws_the_same_masks_as_the_flushed_loop() -> None:
     """Forwards run in another order than in the flushed loop only across batches, and each stage draws for itself."""
     extra = ("--hidden-dropout", "0.1", "--attention-dropout", "0.1")
     done, reference = rows.plugin(2, 4, extra=extra), rows.fixture(2, 4, extra=extra)
+    rows.assert_delayed(done, 4)
     assert_bitwise(done, reference)
     assert done.losses != rows.plugin(2, 4).losses, "dropout was off"
+
+
+def test_a_checkpoint_that_the_command_line_doesnt_show_is_not_continued(tmp_path: Path) -> None:
+    """Megatron finds a checkpoint by ``--ckpt-step`` too; without its older weights losses would change silently."""
+    save = ("--save", str(tmp_path), "--save-interval", "2", "--ckpt-format", "torch_dist")
+    run(tiny_flags(2, 4, iterations=4, extra=save), 2, "megatron")
+    (tmp_path / "latest_checkpointed_iteration.txt").unlink()
+    load = ("--load", str(tmp_path), "--ckpt-step", "2", "--ckpt-format", "torch_dist", *rows.TWO_BW)
+    done = run(tiny_flags(2, 4, iterations=4, extra=load), 2, hooks="tests.faults:leave_at_once", check=False)
+    assert [rank.exit_code for rank in done.ranks] == [2, 2]
+    assert (
+        "continues a checkpoint at iteration 2, but an asynchronous run needs the older weights" in done.ranks[0].stderr
+    )
+    assert not done.losses
+    run(tiny_flags(2, 4, iterations=4, extra=(*load, "--finetune")), 2)
+
+
+def test_a_model_whose_forward_changes_a_buffer_is_refused_by_name() -> None:
+    with pytest.raises(RankError, match=r"changes the buffer .*decoder\.layers\.0\.running"):
+        run(tiny_flags(2, 4, extra=rows.TWO_BW), 2, hooks="tests.faults:add_running_mean")
 
 
 def test_a_gradient_that_is_not_finite_stops_all_ranks() -> None:

@@ -41,6 +41,7 @@ TRIGGERS = {
     "--num-experts": ["--num-experts", "4"],
     "--mtp-num-layers": ["--mtp-num-layers", "1"],
     "--qk-clip": ["--qk-clip"],
+    "--dsa-indexer-loss-coeff": ["--dsa-indexer-loss-coeff", "0.1"],
     "--log-max-attention-logit": ["--log-max-attention-logit"],
     "--delay-wgrad-compute": ["--delay-wgrad-compute"],
     "--defer-embedding-wgrad-compute": ["--defer-embedding-wgrad-compute"],
@@ -210,7 +211,7 @@ def test_chunks_that_only_a_layout_asks_for() -> None:
 
 
 def test_flags_that_a_yaml_file_would_swallow() -> None:
-    with pytest.raises(AsyncPPError, match="--yaml-cfg replaces all flags"):
+    with pytest.raises(AsyncPPError, match=r"in place of --yaml-cfg, .* install\(\) before the arguments are parsed"):
         check(Namespace(), ["--yaml-cfg", "file", *rows.TWO_BW])
     check(Namespace(), ["--yaml-cfg", "file"])
 

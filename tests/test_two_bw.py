@@ -55,6 +55,7 @@ def test_bf16_is_the_flushed_loop_on_older_weights(extra: tuple[str, ...]) -> No
 
 
 def test_lambda_zero_is_plain_delay() -> None:
+    rows.assert_delayed(rows.plugin(2, 4, 0.0), 4)
     assert_bitwise(rows.plugin(2, 4, 0.0), rows.plugin(2, 4, None))
 
 

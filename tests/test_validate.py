@@ -212,3 +212,13 @@ def test_all_stages_drain_after_the_same_batches() -> None:
 def test_a_new_schedule_needs_nothing_else() -> None:
     for stages, microbatches in ((1, 1), (2, 1), (4, 4), (8, 3)):
         check(GPIPE, plans_of(GPIPE, stages, course(GPIPE, 3, microbatches)))
+
+
+def test_stages_that_run_a_batch_on_different_weights_are_refused() -> None:
+    schedule = SCHEDULES["2bw-blocking"]
+    plans = plans_of(schedule, 2, batches(0, 5, 2, delay=1))
+    older = [replace(a, version=1) if isinstance(a, Forward | Backward) and a.batch == 3 else a for a in plans[0]]
+    untracked = [replace(a, delayed=False) if isinstance(a, Finish) else a for a in plans[0]]
+    assert problems(schedule, plans) == []
+    for changed in (older, untracked):
+        assert problems(schedule, [changed, plans[1]]), "the stages disagree"

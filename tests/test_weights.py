@@ -127,3 +127,15 @@ def test_an_overwritten_buffer_is_seen_through_a_saved_view() -> None:
     step(weight, ring)  # V(2) is where V(0) was
     with pytest.raises(RuntimeError, match=r"a view of the weight weight of V\(2\), but its forward ran on V\(0\)"):
         out.sum().backward()
+
+
+def test_an_alias_that_a_module_keeps_is_seen() -> None:
+    weight, ring = make()
+    alias = weight.data
+    step(weight, ring)
+    x = torch.ones(1, 3, requires_grad=True)
+    with (
+        VersionCheck(ring, {weight: "weight"}).watch(),
+        pytest.raises(RuntimeError, match=r"a forward on V\(1\) uses weight of V\(0\): a module keeps an alias"),
+    ):
+        functional.linear(x, alias)

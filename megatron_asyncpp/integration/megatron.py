@@ -18,6 +18,11 @@ from megatron_asyncpp.integration.patching import Patch
 
 VERSIONS = ">=0.19,<0.20"
 
+_NO_RESUME = (
+    "an asynchronous run needs the older weights as well, which aren't saved yet: add --finetune to start anew from "
+    "its newest weights, or let --load, --ckpt-step and --non-persistent-* name no checkpoint"
+)
+
 
 def _add_megatron_arguments(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
@@ -66,10 +71,13 @@ def _train(original: Callable[..., Any]) -> Callable[..., Any]:
         from megatron_asyncpp.integration.run import running
 
         args = get_args()
+        _check_or_leave(args)  # once more: only now is train_iters known if the run was given in samples
         config = arguments.config_from(args)
         if config is None:
             return original(forward_step_func, model, optimizer, opt_param_scheduler, *positional, **named)
-        _check_or_leave(args)  # once more: only now train_iters is known if the run was given in samples
+        if config.schedule.delay and args.iteration:
+            # Megatron finds checkpoints in more ways than a look at --load can foresee.
+            leave(AsyncPPError(f"the run continues a checkpoint at iteration {args.iteration}, but {_NO_RESUME}"))
         with running(config, args, model, optimizer, opt_param_scheduler):
             return original(forward_step_func, model, optimizer, opt_param_scheduler, *positional, **named)
 

@@ -1,6 +1,6 @@
 """Patch records: whatever is replaced in Megatron or torch is one record that says what, why, and for which versions.
 
-A record can be listed before it is applied (``doctor`` prints them), is applied at most once, and can be undone.
+A record can be listed before it is applied, is applied at most once, and can be undone.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Patch:
     Attributes:
         target: ``"package.module:attribute"``, or ``"package.module:Class.attribute"``.
         replace: takes the original object, returns the one to put in its place.
-        why: one sentence, shown by ``doctor``.
+        why: one sentence.
         versions: the megatron-core versions in which the target was read, as a PEP 440 specifier; a record
             is refused under any other version. Empty for what doesn't depend on Megatron.
     """

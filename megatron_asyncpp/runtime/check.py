@@ -12,9 +12,9 @@ from megatron_asyncpp.runtime.weights import WeightRing
 class VersionCheck:
     """Saved-tensor hooks that stamp each saved weight with its version, and compare when the backward reads it.
 
-    Two things can go wrong, and neither raises an error by itself: the parameter that autograd saved shows another
-    version by then, since a saved leaf follows ``param.data``; or the buffer that a saved view lies in was
-    overwritten by a later version.
+    Three things can go wrong, and none raises an error by itself: the parameter that autograd saved shows another
+    version by then, since a saved leaf follows ``param.data``; the buffer that a saved view lies in was overwritten by
+    a later version; or a module keeps a view of its weight from an earlier forward, of another version.
     """
 
     def __init__(self, ring: WeightRing, names: dict[torch.nn.Parameter, str]) -> None:
@@ -31,6 +31,11 @@ class VersionCheck:
         if place is None:
             return tensor
         parameter, version = place
+        if version != self._ring.lent:
+            raise RuntimeError(
+                f"a forward on V({self._ring.lent}) uses {self._names[parameter]} of V({version}): a module keeps an "
+                f"alias of this weight from an earlier forward"
+            )
         return tensor, parameter, version
 
     def _unpack(self, packed: Any) -> torch.Tensor:

@@ -15,6 +15,7 @@ import torch
 from megatron.core.pipeline_parallel import schedules as megatron
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
+from megatron_asyncpp.runtime.buffers import unchanged_buffers
 from megatron_asyncpp.runtime.check import VersionCheck
 from megatron_asyncpp.runtime.step import Outcome, TwoHalfStep
 from megatron_asyncpp.runtime.weights import WeightRing
@@ -69,6 +70,10 @@ class Pipeline:
         self._next = next(plan, None)
         self._model = model
         self._config = megatron.get_model_config(model)
+        if self._config.num_microbatches_with_partial_activation_checkpoints is not None:
+            raise RuntimeError(
+                "num_microbatches_with_partial_activation_checkpoints has no asynchronous plan: unset it"
+            )
         self._groups = megatron._build_default_pg_collection()
         self._wire = P2PCommunicator(pp_group=self._groups.pp, config=self._config)
         self._ring = ring
@@ -76,6 +81,7 @@ class Pipeline:
         self._check = check
         self._in_flight: deque[_InFlight] = deque()
         self._batches: dict[int, _Batch] = {}
+        self._unseen = ring.versions > 1  # whether a first forward is still to be watched
         self._to_send: Any = None  # made by the last action: output tensors, or gradients of input tensors
         self._received: Any = None  # for the next action
 
@@ -202,7 +208,12 @@ class Pipeline:
         self._ring.lend(action.version)
         batch = self._batches.setdefault(action.batch, _Batch())
         inputs, self._received = self._received, None
-        with self._check.watch() if self._check else contextlib.nullcontext():
+        with contextlib.ExitStack() as watched:
+            if self._check:
+                watched.enter_context(self._check.watch())
+            if self._unseen:  # once is enough: what a forward changes, its first call does
+                watched.enter_context(unchanged_buffers(self._model))
+                self._unseen = False
             outputs, tokens = megatron.forward_step(
                 function,
                 data,

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, override
 
 import torch
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 
 class Pointer(Protocol):
@@ -86,7 +87,7 @@ def pointers(model: Any, leaves: Iterable[Any]) -> list[Pointer]:
     for group in [*model.bucket_groups, *model.expert_parallel_bucket_groups]:
         found.append(ShardCache(group))
     for leaf in leaves:
-        for name in ("shard_float16_groups", "shard_fp32_groups"):
-            for group in getattr(leaf, name, ()):
+        if isinstance(leaf, DistributedOptimizer):
+            for group in (*leaf.shard_float16_groups, *leaf.shard_fp32_groups):
                 found.extend(View(tensor) for tensor in group if tensor is not None)
     return found

@@ -74,7 +74,7 @@ class TwoHalfStep:
         with self._ring.advance():
             successful, grad_norm, zeros_in_grad = self._optimizer_step()
         if not successful:
-            # Only loss scaling and a norm threshold skip an update; both are refused at start-up.
+            # Of what skips an update, loss scaling is refused at start-up, and a norm threshold has no flag.
             raise RuntimeError(f"the optimizer skipped the update of batch {batch}, which is not supported")
         self._scheduler_step(samples)
         self.outcome = Outcome(batch, grad_norm, zeros_in_grad)

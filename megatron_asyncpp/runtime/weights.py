@@ -74,6 +74,11 @@ class WeightRing:
         self._held[newest % versions] = newest
 
     @property
+    def versions(self) -> int:
+        """The number of slots."""
+        return len(self._slots)
+
+    @property
     def extra_bytes(self) -> int:
         """Bytes that all slots but one take once they exist."""
         slot = next(slot for slot in self._slots if slot is not None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from megatron_asyncpp.schedules.actions import Action, Batch, Begin, Compute, Finish, Flush, Forward
+from megatron_asyncpp.schedules.actions import Action, Backward, Batch, Begin, Compute, Finish, Flush, Forward
 from megatron_asyncpp.schedules.channels import Message, Transfer, with_messages
 from megatron_asyncpp.schedules.rendezvous import stuck_stages
 from megatron_asyncpp.schedules.stage_rules import broken_rules
@@ -61,7 +61,8 @@ def problems(schedule: Schedule, plans: Sequence[Sequence[Action]]) -> list[Prob
     - what a forward or backward runs on is a version that exists and wasn't overwritten yet, in a ring of the size
       that the schedule asks for;
     - steps begin and finish once each and in order, one at a time, with exactly their batch's gradients;
-    - all stages run the same microbatches, take the same steps and drain after the same batches;
+    - all stages run the same microbatches, on the same weights unless they step alone, take the same steps and drain
+      after the same batches;
     - every message is sent and received in the same call of Megatron's loop (a call ends with ``Begin``), and
       between two stages in the same order;
     - no stage waits for ever, see ``rendezvous``.
@@ -79,7 +80,7 @@ def problems(schedule: Schedule, plans: Sequence[Sequence[Action]]) -> list[Prob
         for stage, plan in enumerate(plans)
         for action, what in broken_rules(plan, first, schedule.versions(stage, len(plans)), schedule.keeps_weights)
     ]
-    found += _disagreements(plans)
+    found += _disagreements(schedule, plans)
     flows = [list(with_messages(stage, len(plans), plan)) for stage, plan in enumerate(plans)]
     unmatched = list(_unmatched(flows))
     if unmatched:
@@ -87,13 +88,15 @@ def problems(schedule: Schedule, plans: Sequence[Sequence[Action]]) -> list[Prob
     return found + [Problem(*stuck) for stuck in stuck_stages(flows, schedule.steps_alone)]
 
 
-def _disagreements(plans: Sequence[Sequence[Action]]) -> Iterator[Problem]:
-    for kind in (Forward, Begin, Flush):
-        expected = [_identity(action) for action in plans[0] if isinstance(action, kind)]
+def _disagreements(schedule: Schedule, plans: Sequence[Sequence[Action]]) -> Iterator[Problem]:
+    # Stages that step alone have versions of their own; all others run a batch on the same weights, W(k).
+    identity = _place if schedule.steps_alone else _identity
+    for kind in (Forward, Begin, Flush, Finish):
+        expected = [identity(action) for action in plans[0] if isinstance(action, kind)]
         for stage, plan in enumerate(plans):
             own = [action for action in plan if isinstance(action, kind)]
-            if [_identity(action) for action in own] != expected:
-                i = _first_difference([_identity(action) for action in own], expected)
+            if [identity(action) for action in own] != expected:
+                i = _first_difference([identity(action) for action in own], expected)
                 name = kind.__name__.lower()
                 yield Problem(stage, own[i] if i < len(own) else None, f"{name} {i} is not what it is on stage 0")
 
@@ -124,8 +127,18 @@ def _first_difference(one: Sequence[object], other: Sequence[object]) -> int:
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
-def _identity(action: Action) -> tuple[int, int]:
+def _place(action: Action) -> tuple[int, ...]:
     return action.batch, action.microbatch if isinstance(action, Compute) else 0
+
+
+def _identity(action: Action) -> tuple[int, ...]:
+    match action:
+        case Forward() | Backward():
+            return *_place(action), action.version
+        case Finish():
+            return *_place(action), int(action.delayed)
+        case _:
+            return _place(action)
 
 
 def _named(action: Action | Transfer | None) -> str:
