@@ -382,7 +382,7 @@ def test_only_a_picture_needs_matplotlib(
     with pytest.raises(SystemExit):
         command_line.main([*PLAN, "--out", str(tmp_path / "t.png")])
     assert capsys.readouterr().err == (
-        "megatron_asyncpp: A picture is drawn with matplotlib: pip install 'megatron_asyncpp[plots]'.\n"
+        "megatron_asyncpp: A picture is drawn with matplotlib: pip install matplotlib.\n"
     )
     assert command_line.main([*PLAN, "--format", "perfetto", "--out", str(tmp_path / "t.json")]) == 0
 

@@ -211,7 +211,7 @@ def test_chunks_that_only_a_layout_asks_for() -> None:
 
 
 def test_flags_that_a_yaml_file_would_swallow() -> None:
-    with pytest.raises(AsyncPPError, match=r"in place of --yaml-cfg, .* install\(\) before the arguments are parsed"):
+    with pytest.raises(AsyncPPError, match=r"in place of --yaml-cfg, .*install\(\) before the arguments are parsed"):
         check(Namespace(), ["--yaml-cfg", "file", *rows.TWO_BW])
     check(Namespace(), ["--yaml-cfg", "file"])
 

@@ -61,7 +61,7 @@ TOPOLOGIES = {
     ),
     "tp2 pp2 sequence parallel": Topology(2, 4, ("--sequence-parallel",), flags={"tensor": 2}),
     "30 layers on 4 stages": Topology(
-        4, 4, ("--pipeline-model-parallel-layout", "Et*7|t*8|t*8|t*7L"), flags={"layers": 30}
+        4, 4, ("--pipeline-model-parallel-layout", "Et*7|t*8|t*8|t*7L"), flags={"layers": 30, "tied": True}
     ),
     "tied pp2": Topology(2, 2, flags={"tied": True}),
     "tied dp2 pp2 distributed": Topology(2, 4, DISTRIBUTED, flags={"data_parallel": 2, "tied": True}),
