@@ -13,8 +13,9 @@ from megatron_asyncpp.schedules import SCHEDULES, Schedule
 
 PREFIX = "--asyncpp-"
 
-# What --asyncpp-schedule offers. The runtime's optimizer step still waits for all stages, so 2bw is its blocking plan.
-RUNNABLE = {"1f1b": SCHEDULES["1f1b"], "2bw": SCHEDULES["2bw-blocking"]}
+# What --asyncpp-schedule offers, and the plan of it with --asyncpp-blocking-step.
+RUNNABLE = {name: SCHEDULES[name] for name in ("1f1b", "2bw")}
+_BLOCKING = {"2bw": SCHEDULES["2bw-blocking"]}
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,8 @@ class AsyncPPConfig:
         delay_compensation: lam of DC-ASGD, or None for none.
         muon_preset: a key of ``muon_preset.PRESETS``, or None.
         check_versions: whether every backward checks that it uses the weights of its forward.
+        blocking_step: whether both halves of the optimizer step are at the end of an iteration.
+        skip_nonfinite: whether an update is skipped if a gradient isn't finite.
         sync_start: the first so many iterations are synchronous.
         sync_cooldown: the last so many iterations are synchronous.
     """
@@ -40,13 +43,15 @@ class AsyncPPConfig:
     delay_compensation: float | None
     muon_preset: str | None
     check_versions: bool
+    blocking_step: bool
+    skip_nonfinite: bool
     sync_start: int
     sync_cooldown: int
 
     @property
     def schedule(self) -> Schedule:
         """The schedule of that name."""
-        return RUNNABLE[self.name]
+        return _BLOCKING[self.name] if self.blocking_step else RUNNABLE[self.name]
 
 
 def add_arguments(parser: ArgumentParser) -> ArgumentParser:
@@ -111,6 +116,18 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         help="Train the last N iterations synchronously.",
     )
     group.add_argument(
+        f"{PREFIX}blocking-step",
+        action="store_true",
+        help="Make the whole optimizer step at the end of an iteration, where all stages wait for each other. The same "
+        "numbers, bit for bit, for most of the bubble: a reference for tests and comparisons.",
+    )
+    group.add_argument(
+        f"{PREFIX}skip-nonfinite",
+        action="store_true",
+        help="Skip an update, on all stages alike, if the gradient norm isn't finite. Needs "
+        "--no-check-for-nan-in-loss-and-grad, since Megatron's check ends the run.",
+    )
+    group.add_argument(
         f"{PREFIX}check-versions",
         action="store_true",
         help="Debug mode: check that every backward uses the very weights that its forward used. Slow.",
@@ -130,6 +147,8 @@ def config_from(args: Namespace) -> AsyncPPConfig | None:
         delay_compensation=args.asyncpp_delay_compensation,
         muon_preset=args.asyncpp_muon_preset,
         check_versions=args.asyncpp_check_versions,
+        blocking_step=args.asyncpp_blocking_step,
+        skip_nonfinite=args.asyncpp_skip_nonfinite,
         sync_start=args.asyncpp_sync_start_iters,
         sync_cooldown=args.asyncpp_sync_cooldown_iters,
     )
@@ -158,6 +177,8 @@ def check(args: Namespace, argv: list[str]) -> None:
             "delay_compensation",
             "muon_preset",
             "check_versions",
+            "blocking_step",
+            "skip_nonfinite",
             "sync_start_iters",
             "sync_cooldown_iters",
         ):
@@ -165,6 +186,7 @@ def check(args: Namespace, argv: list[str]) -> None:
             if value is not None and (value or isinstance(value, float)):
                 raise AsyncPPError(f"{PREFIX}{name.replace('_', '-')} needs a schedule: add {PREFIX}schedule 2bw")
         return
+    _check_step(args)
     for refusal in REFUSALS:
         if refusal.applies(args):
             raise AsyncPPError(refusal.sentence())
@@ -196,6 +218,20 @@ def _check_corrections(args: Namespace, config: AsyncPPConfig) -> None:
                 f"{PREFIX}{name.replace('_', '-')} says how Error Feedback works, and there is none: "
                 f"add {PREFIX}error-feedback, or leave it out"
             )
+
+
+def _check_step(args: Namespace) -> None:
+    for name in ("blocking_step", "skip_nonfinite"):
+        if getattr(args, f"asyncpp_{name}") and RUNNABLE[args.asyncpp_schedule].delay == 0:
+            raise AsyncPPError(
+                f"{PREFIX}{name.replace('_', '-')} is about the optimizer step in two halves, and {PREFIX}schedule "
+                f"{args.asyncpp_schedule} makes Megatron's own: use {PREFIX}schedule 2bw, or leave it out"
+            )
+    if args.asyncpp_skip_nonfinite and args.check_for_nan_in_loss_and_grad:
+        raise AsyncPPError(
+            f"{PREFIX}skip-nonfinite would never skip, since Megatron's own check ends the run at the first gradient "
+            f"that isn't finite: add --no-check-for-nan-in-loss-and-grad"
+        )
 
 
 def _check_muon_preset(args: Namespace, config: AsyncPPConfig) -> None:

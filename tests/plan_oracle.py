@@ -48,7 +48,7 @@ class Oracle:
 
     def stage(self, s: int, stages: int, plan: Sequence[Action]) -> Generator[str]:
         ring = self.schedule.versions(s, stages)
-        slots = {self.batches[0] % ring: self.batches[0]}  # slot -> the version in it
+        held = [self.batches[0]]  # the versions in the ring
         data, steps = iter(self.data), iter(self.batches)
         queue: list[tuple[int, int, int]] = []
         gradients: list[tuple[int, int]] = []
@@ -79,7 +79,7 @@ class Oracle:
                 case Forward(microbatch, batch, version):
                     require(next(data, None) == (batch, microbatch), "not the data that come next")
                     require(s == 0 or inbox == ("F", batch, microbatch), "wrong input")
-                    require(slots.get(version % ring) == version, "not the weights")
+                    require(version in held, "not the weights")
                     queue.append((batch, microbatch, version))
                     made, inbox = ("F", batch, microbatch), None
                 case Backward(microbatch, batch, version):
@@ -88,7 +88,7 @@ class Oracle:
                     require(of[:2] == (batch, microbatch), "another microbatch's activations")
                     require(s == stages - 1 or inbox == ("B", batch, microbatch), "wrong gradient")
                     require(version == of[2] or not self.schedule.keeps_weights, "other weights than the forward's")
-                    require(slots.get(version % ring) == version, "not the weights")
+                    require(version in held, "not the weights")
                     gradients.append((batch, microbatch))
                     made, inbox = ("B", batch, microbatch), None
                 case Flush():
@@ -99,11 +99,12 @@ class Oracle:
                     require(gradients == [d for d in self.data if d[0] == batch], "not this batch's gradients")
                     gradients, pending, calls = [], batch, calls + 1
                     self.begun[s].add(batch)
-                case Finish(batch):
+                case Finish(batch, keeps):
                     require(pending == batch, "no such step")
                     while not self.schedule.steps_alone and not all(batch in done for done in self.begun):
                         yield "wait"
-                    slots[(batch + 1) % ring], pending = batch + 1, None
+                    held = [*(held if keeps else held[:-1]), batch + 1][-ring:]
+                    pending = None
             yield "moved"
         require(next(data, None) is None and next(steps, None) is None and pending is None, "not all was trained")
         require(not queue and not gradients, "something is left over")

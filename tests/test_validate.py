@@ -218,7 +218,7 @@ def test_stages_that_run_a_batch_on_different_weights_are_refused() -> None:
     schedule = SCHEDULES["2bw-blocking"]
     plans = plans_of(schedule, 2, batches(0, 5, 2, delay=1))
     older = [replace(a, version=1) if isinstance(a, Forward | Backward) and a.batch == 3 else a for a in plans[0]]
-    untracked = [replace(a, delayed=False) if isinstance(a, Finish) else a for a in plans[0]]
+    untracked = [replace(a, delayed=False) if isinstance(a, Begin) else a for a in plans[0]]
     assert problems(schedule, plans) == []
     for changed in (older, untracked):
         assert problems(schedule, [changed, plans[1]]), "the stages disagree"

@@ -22,6 +22,7 @@ def text(
     microbatches: int,
     optimizers: list[torch.optim.Optimizer],
     argv: list[str],
+    waits: list[str],
 ) -> str:
     """The start-up lines.
 
@@ -31,12 +32,16 @@ def text(
         microbatches: M.
         optimizers: the inner torch optimizers of rank 0.
         argv: the command line, which says what a preset left alone.
+        waits: the flags given that bring a part of the bubble back.
     """
     stages = parallel_state.get_pipeline_model_parallel_world_size()
     flushed = slowdown.one_f_one_b(stages, microbatches)
-    if config.schedule.delay:
+    interleaved = slowdown.interleaved(stages, microbatches, virtual_stages=2)
+    if config.blocking_step:
         own = slowdown.two_bw_blocking(stages, microbatches, _BACKWARD_OVER_FORWARD)
         cause = "one wait for all stages in each optimizer step"
+    elif config.schedule.delay:
+        own, cause = 1.0, "no flush, and no wait for all stages"
     else:
         own, cause = flushed, "a flush after each batch"
     lines = [
@@ -44,7 +49,7 @@ def text(
         f"delay {config.schedule.delay} step(s), {config.schedule.versions(0, stages)} weight version(s), "
         f"{_correction(config)}",
         f"predicted slowdown over a pipeline without bubble, if a backward takes twice a forward: "
-        f"1F1B {flushed:.3f}, this run {own:.3f} ({cause})",
+        f"1F1B {flushed:.3f}, interleaved 1F1B with 2 chunks per stage {interleaved:.3f}, this run {own:.3f} ({cause})",
         f"extra memory against synchronous training: {extra_bytes / 1e6:.1f} MB on the rank that needs most",
         *(f"optimizer {_describe(optimizer)}" for optimizer in optimizers),
     ]
@@ -57,6 +62,12 @@ def text(
             f"warning: {PREFIX}error-feedback-on gradient is the paper's ablation, not Error Feedback: it corrects the "
             f"gradient before the optimizer's step, in place of the update"
         )
+    if config.skip_nonfinite:
+        lines.append("an update is skipped on all stages if a gradient isn't finite")
+    lines.extend(
+        f"warning: {flag} lets all stages wait for each other, in every iteration or in each that is logged"
+        for flag in waits
+    )
     if config.check_versions:
         lines.append("every backward checks that it uses the weights of its forward (slow)")
     return "\n".join(f"megatron_asyncpp: {line}" for line in lines)

@@ -14,9 +14,8 @@ from typing import Any
 
 from megatron_asyncpp import arguments, muon_preset
 from megatron_asyncpp.errors import AsyncPPError, leave
-from megatron_asyncpp.integration.patching import Patch
-
-VERSIONS = ">=0.19,<0.20"
+from megatron_asyncpp.integration.patching import VERSIONS, Patch
+from megatron_asyncpp.integration.waits import WAITS
 
 _NO_RESUME = (
     "an asynchronous run needs the older weights as well, which aren't saved yet: add --finetune to start anew from "
@@ -90,8 +89,8 @@ def _get_forward_backward_func(original: Callable[..., Any]) -> Callable[..., An
         from megatron_asyncpp.integration.run import current
 
         megatron_func: Callable[..., Any] = original(*positional, **named)
-        pipeline = current()
-        if pipeline is None:
+        run = current()
+        if run is None:
             return megatron_func
 
         @functools.wraps(megatron_func)
@@ -102,7 +101,7 @@ def _get_forward_backward_func(original: Callable[..., Any]) -> Callable[..., An
                 if call.pop(name, None) is not None:
                     raise RuntimeError(f"a schedule of megatron_asyncpp can't honour {name}")
             del call["model"]  # the one that the pipeline was set up with
-            return pipeline.forward_backward(**call)
+            return run.pipeline.forward_backward(**call)
 
         return forward_backward_func
 
@@ -161,4 +160,5 @@ PATCHES = (
         "saves what a correction keeps from step to step with the sharded optimizer state: Megatron lists Adam's only",
         VERSIONS,
     ),
+    *WAITS,
 )

@@ -17,6 +17,9 @@ from packaging.specifiers import SpecifierSet
 
 from megatron_asyncpp.errors import AsyncPPError
 
+# The versions of megatron-core that the plugin's records were read in.
+VERSIONS = ">=0.19,<0.20"
+
 _ABSENT = object()
 
 

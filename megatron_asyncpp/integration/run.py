@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import sys
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -16,15 +18,18 @@ from megatron.core.utils import unwrap_model
 from megatron.training import print_rank_0
 
 from megatron_asyncpp.arguments import AsyncPPConfig
-from megatron_asyncpp.integration import banner
+from megatron_asyncpp.integration import banner, exits
+from megatron_asyncpp.integration.log import LaggingFigures
 from megatron_asyncpp.optim.correction import Correction
 from megatron_asyncpp.optim.delay_compensation import DelayCompensation
 from megatron_asyncpp.optim.error_feedback import ErrorFeedback, GradientErrorFeedback
 from megatron_asyncpp.optim.leaves import inner_optimizers, leaves
+from megatron_asyncpp.runtime.agreement import pipeline_group
 from megatron_asyncpp.runtime.check import VersionCheck
+from megatron_asyncpp.runtime.gradients import tied_embedding
 from megatron_asyncpp.runtime.pipeline import Pipeline
 from megatron_asyncpp.runtime.pointers import pointers
-from megatron_asyncpp.runtime.step import TwoHalfStep
+from megatron_asyncpp.runtime.step import TwoHalfStep, WholeStep
 from megatron_asyncpp.runtime.weights import WeightRing
 from megatron_asyncpp.schedules.batches import batches
 from megatron_asyncpp.schedules.exchanges import with_exchanges
@@ -34,13 +39,41 @@ _ERROR_FEEDBACK: dict[str, type[ErrorFeedback] | type[GradientErrorFeedback]] = 
     "gradient": GradientErrorFeedback,
 }
 
-# The pipeline of the run that Megatron's train() is in, or None: there is one in a process, as there is one train().
-_current: Pipeline | None = None
+
+@dataclass
+class Run:
+    """What the patched functions of Megatron's training loop need of the run that they are in.
+
+    Attributes:
+        pipeline: of this stage.
+        halves: whether the optimizer step has two halves. All ranks then know its figures without asking each other,
+            and nothing in Megatron's loop needs to wait for all stages.
+        scheduler_step: Megatron's own ``opt_param_scheduler.step``.
+        iterations: of each batch whose step was begun and not logged, Megatron's number of the iteration (from 1 on).
+        exits: what the ranks have agreed to leave for.
+        lagging: figures that are still to be logged.
+    """
+
+    pipeline: Pipeline
+    halves: bool
+    scheduler_step: Callable[[int], None]
+    iterations: dict[int, int] = field(default_factory=dict)
+    exits: exits.Exits = field(default_factory=exits.Exits)
+    lagging: LaggingFigures = field(default_factory=LaggingFigures)
 
 
-def current() -> Pipeline | None:
-    """The pipeline of the run that Megatron's ``train`` is in, or None outside of it and without a schedule."""
+# The run that Megatron's train() is in, or None: there is one in a process, as there is one train().
+_current: Run | None = None
+
+
+def current() -> Run | None:
+    """The run that Megatron's ``train`` is in, or None outside of it and without a schedule."""
     return _current
+
+
+def in_halves() -> Run | None:
+    """The run that Megatron's ``train`` is in if its optimizer step has two halves, else None."""
+    return _current if _current is not None and _current.halves else None
 
 
 @contextmanager
@@ -73,7 +106,12 @@ def running(
     )
     names = {parameter: name for name, parameter in unwrap_model(chunk).named_parameters()}
     corrections = [correction for one in inner for correction in _corrections(config, one)]
-    step = TwoHalfStep(ring, optimizer.step, opt_param_scheduler.step, corrections)
+    halves = config.schedule.delay > 0
+    step = (
+        _two_half_step(config, args, ring, chunk, optimizer, opt_param_scheduler, corrections)
+        if halves
+        else WholeStep(ring, chunk, optimizer.step, opt_param_scheduler.step)
+    )
     pipeline = Pipeline(
         with_exchanges(_plan(config, args)),
         chunk,
@@ -82,17 +120,24 @@ def running(
         VersionCheck(ring, names) if config.check_versions else None,
     )
     extra = ring.extra_bytes + sum(correction.kept_bytes for correction in corrections)
-    print_rank_0(banner.text(config, _largest(extra), get_num_microbatches(), inner, sys.argv[1:]))
+    extra += step.held_bytes if isinstance(step, TwoHalfStep) else 0
+    print_rank_0(
+        banner.text(config, _largest(extra), get_num_microbatches(), inner, sys.argv[1:], _waiting_flags(args))
+    )
+
+    run = Run(pipeline, halves, opt_param_scheduler.step)
 
     def optimizer_step() -> tuple[bool, Any, Any]:
+        run.iterations[pipeline.next_step] = args.curr_iteration + 1
         outcome = pipeline.optimizer_step(get_num_microbatches() * _samples_per_microbatch(args))
         return True, outcome and outcome.grad_norm, outcome and outcome.zeros_in_grad
 
     optimizer.step = optimizer_step
     opt_param_scheduler.step = lambda increment: None  # it advances when a step is finished
-    _current = pipeline
+    _current = run
     try:
         yield
+        pipeline.finish_early()  # of a run that ends before its plan
     finally:
         _current = None
         del optimizer.step, opt_param_scheduler.step
@@ -104,6 +149,41 @@ def state_keys(config: AsyncPPConfig) -> tuple[str, ...]:
     """The keys under which the configured corrections keep tensors in an optimizer's state."""
     keys = (_ERROR_FEEDBACK[config.error_feedback_on].STATE_KEY,) if config.error_feedback is not None else ()
     return keys if config.delay_compensation is None else (*keys, DelayCompensation.STATE_KEY)
+
+
+def _waiting_flags(args: Namespace) -> list[str]:
+    """The diagnostics asked for that ask all ranks, each of which brings a part of the bubble back."""
+    asked = {
+        "--log-params-norm": args.log_params_norm,
+        "--timing-log-level": args.timing_log_level > 0,
+        "--log-straggler": args.log_straggler,
+        "--check-weight-hash-across-dp-replicas-interval": args.check_weight_hash_across_dp_replicas_interval,
+    }
+    return [flag for flag, given in asked.items() if given]
+
+
+def _two_half_step(
+    config: AsyncPPConfig,
+    args: Namespace,
+    ring: WeightRing,
+    model: Any,
+    optimizer: Any,
+    opt_param_scheduler: Any,
+    corrections: list[Correction],
+) -> TwoHalfStep:
+    embedding = parallel_state.get_embedding_group(check_initialized=False)
+    return TwoHalfStep(
+        ring,
+        model,
+        optimizer,
+        opt_param_scheduler.step,
+        corrections,
+        stage=parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True),
+        pipeline=pipeline_group(timedelta(minutes=args.distributed_timeout_minutes)),
+        tied=tied_embedding(model, leaves(optimizer), embedding),
+        skip_nonfinite=config.skip_nonfinite,
+        requests=lambda: exits.requested(args),
+    )
 
 
 def _corrections(config: AsyncPPConfig, optimizer: torch.optim.Optimizer) -> Iterator[Correction]:

@@ -7,6 +7,7 @@ the plan. Megatron calls ``forward_backward`` once an iteration, and each call r
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -17,7 +18,8 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from megatron_asyncpp.runtime.buffers import unchanged_buffers
 from megatron_asyncpp.runtime.check import VersionCheck
-from megatron_asyncpp.runtime.step import Outcome, TwoHalfStep
+from megatron_asyncpp.runtime.gradients import Alone
+from megatron_asyncpp.runtime.step import Outcome, Step
 from megatron_asyncpp.runtime.weights import WeightRing
 from megatron_asyncpp.schedules.actions import Action, Backward, Begin, Finish, Flush, Forward
 from megatron_asyncpp.schedules.exchanges import Exchange
@@ -46,7 +48,7 @@ class Pipeline:
     """One stage of a pipeline that runs a plan.
 
     Between two calls nothing is on the wire, and the model's parameters are the newest version. What stays is the
-    stage's in-flight activations and one received input.
+    stage's in-flight activations and one received input, and maybe a step that is begun and not finished.
     """
 
     def __init__(
@@ -54,7 +56,7 @@ class Pipeline:
         plan: Iterator[Action | Exchange],
         model: torch.nn.Module,
         ring: WeightRing,
-        step: TwoHalfStep,
+        step: Step,
         check: VersionCheck | None,
     ) -> None:
         """Set up a stage.
@@ -76,8 +78,12 @@ class Pipeline:
             )
         self._groups = megatron._build_default_pg_collection()
         self._wire = P2PCommunicator(pp_group=self._groups.pp, config=self._config)
+        self._finalize_groups = copy.copy(self._groups)
+        if step.sums_tied_embedding:
+            self._finalize_groups.embd = Alone()
         self._ring = ring
         self._step = step
+        self._outcomes: list[Outcome] = []  # that nobody has taken yet
         self._check = check
         self._in_flight: deque[_InFlight] = deque()
         self._batches: dict[int, _Batch] = {}
@@ -134,19 +140,21 @@ class Pipeline:
                     gradient_sync.last_backward_comes()
                 self._backward(action)
             elif isinstance(action, Finish):
-                self._step.finish(action.batch, action.delayed)
+                self._finish(action)
             elif isinstance(action, Flush) and self._in_flight:
                 raise RuntimeError(f"flush after batch {action.batch} with forwards in flight: the plan is wrong")
+            self._step.poll()
         gradient_sync.end()
         self._ring.lend(self._ring.newest)
         assert isinstance(self._next, Begin)
         batch = self._batches.pop(self._next.batch)
-        config.finalize_model_grads_func(
-            [self._model],
-            batch.tokens if config.calculate_per_token_loss else None,
-            pg_collection=self._groups,
-            force_all_reduce=force_all_reduce,
-        )
+        with _kept_gathers(self._model):
+            config.finalize_model_grads_func(
+                [self._model],
+                batch.tokens if config.calculate_per_token_loss else None,
+                pg_collection=self._finalize_groups,
+                force_all_reduce=force_all_reduce,
+            )
         if config.timers is not None:
             config.timers("forward-backward").stop()
         return batch.losses
@@ -158,16 +166,45 @@ class Pipeline:
             samples: in the batch, over all data-parallel ranks; what the learning-rate schedule counts.
 
         Returns:
-            The outcome of the last finished step, or None if none was finished yet.
+            The outcome of this very step, or None if it isn't finished yet.
         """
         begin = self._take()
         assert isinstance(begin, Begin)
-        self._step.begin(begin.batch, samples)
+        self._step.begin(begin.batch, samples, begin.delayed)
         while isinstance(self._next, Finish):
-            finish = self._take()
-            self._step.finish(finish.batch, finish.delayed)
+            self._finish(self._take())
         self._ring.lend(self._ring.newest)
-        return self._step.outcome
+        finished = bool(self._outcomes) and self._outcomes[-1].batch == begin.batch
+        return self._outcomes[-1] if finished else None
+
+    @property
+    def next_step(self) -> int:
+        """The batch whose step is the next to begin, between ``forward_backward`` and ``optimizer_step``."""
+        assert isinstance(self._next, Begin)
+        return self._next.batch
+
+    @property
+    def pending_samples(self) -> int:
+        """The samples of a batch whose step is begun and not finished: the learning-rate schedule lags by so many."""
+        return 0 if self._step.pending is None else self._step.pending.samples
+
+    def finish_early(self) -> None:
+        """Finish a step that is begun, so that the parameters are V(k+1): for who looks at them between two calls.
+
+        All ranks must call it between the same two calls. The next batch still runs on V(k), so that stays in the ring.
+        """
+        if self._step.pending is not None:
+            self._outcomes.append(self._step.finish(keep=True))
+            self._ring.lend(self._ring.newest)
+
+    def take_outcomes(self) -> list[Outcome]:
+        """The outcomes of the steps that were finished since it was last asked, in order; the same on all ranks."""
+        taken, self._outcomes = self._outcomes, []
+        return taken
+
+    def _finish(self, action: Finish) -> None:
+        if self._step.pending is not None and self._step.pending.batch == action.batch:  # else it was finished early
+            self._outcomes.append(self._step.finish(action.keeps))
 
     def _run_until_begin(self) -> Iterator[Action | Exchange]:
         while not isinstance(self._next, Begin):
@@ -239,6 +276,19 @@ class Pipeline:
         self._ring.lend(action.version)
         received, self._received = self._received, None
         self._to_send = megatron.backward_step(inputs, outputs, received, self._config)
+
+
+@contextlib.contextmanager
+def _kept_gathers(model: Any) -> Iterator[None]:
+    """Keep Megatron's notes of which parameters were gathered, which its finalize_model_grads forgets.
+
+    A step follows it there, after which everything has to be gathered again. Here that may be much later.
+    """
+    groups = [*model.bucket_groups, *model.expert_parallel_bucket_groups]
+    dispatched = [group.param_gather_dispatched for group in groups]
+    yield
+    for group, was in zip(groups, dispatched, strict=True):
+        group.param_gather_dispatched = was
 
 
 class _GradientSync:

@@ -1,80 +1,327 @@
-"""The optimizer step of a stage in two halves, so that nobody need assume that it is over when a call returns."""
+"""The optimizer step of a stage in two halves, so that no stage waits for another at the end of an iteration.
+
+begin(k), when batch k's gradients are final on this stage: keep them, start to sum over all ranks what the step needs
+to know, and return at once. finish(k), just before the stage first needs V(k+1): clip by the norm of the whole model,
+run the inner optimizers, advance the learning-rate schedule. The sums have had M - P + 1 microbatches to arrive.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, Protocol, override
+
+import torch
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
 from megatron_asyncpp.optim.correction import Correction
+from megatron_asyncpp.optim.leaves import inner_optimizers, leaves, replicas
+from megatron_asyncpp.runtime.agreement import Agreement, Handle, total
+from megatron_asyncpp.runtime.gradients import Gradients, TiedEmbedding, figures_of, gradients_of
 from megatron_asyncpp.runtime.weights import WeightRing
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What Megatron's step returned for one batch: its gradient norm (None if not computed) and count of zeros."""
+    """What became of one batch's step; the same on all ranks.
+
+    Attributes:
+        batch: k.
+        grad_norm: of the whole model, before clipping; None if it wasn't computed.
+        zeros_in_grad: None if they weren't counted.
+        skipped: whether V(k+1) = V(k), since a gradient wasn't finite.
+        requests: for each thing that a rank can ask all ranks for, whether any rank did when the step was begun.
+    """
 
     batch: int
     grad_norm: float | None
     zeros_in_grad: float | None
+    skipped: bool = False
+    requests: tuple[bool, ...] = ()
 
 
-class TwoHalfStep:
-    """begin(k), when batch k's gradients are final on this stage, and finish(k), which makes V(k+1).
+class Pending(NamedTuple):
+    """A step that is begun and not finished: of which batch, and how many samples that has in all."""
 
-    In every schedule that exists so far finish(k) directly follows begin(k), so the gradients stay where they are
-    in between, and the step is Megatron's own, with its clipping and its norm.
+    batch: int
+    samples: int
 
-    Attributes:
-        outcome: of the last finished step.
+
+class Step(Protocol):
+    """The optimizer step of a stage, as the pipeline runs it."""
+
+    @property
+    def pending(self) -> Pending | None:
+        """The step that is begun and not finished."""
+
+    @property
+    def sums_tied_embedding(self) -> bool:
+        """Whether it sums a tied embedding's gradient itself, so that finalize_model_grads must not."""
+
+    def begin(self, batch: int, samples: int, delayed: bool) -> None:
+        """Batch k's gradients are final on this stage.
+
+        Args:
+            batch: k.
+            samples: in the batch, over all data-parallel ranks; what the learning-rate schedule counts.
+            delayed: whether Error Feedback or another correction, if there is any, corrects this step.
+        """
+
+    def poll(self) -> None:
+        """Go on with what was begun, without waiting."""
+
+    def finish(self, keep: bool) -> Outcome:
+        """Make V(k+1), and advance the learning-rate schedule.
+
+        Args:
+            keep: whether V(k) may still be needed.
+        """
+
+
+class WholeStep(Step):
+    """Megatron's own step, with its own norm, for schedules without a delay: all stages wait for each other anyway."""
+
+    def __init__(
+        self,
+        ring: WeightRing,
+        model: Any,
+        optimizer_step: Callable[[], tuple[bool, Any, Any]],
+        scheduler_step: Callable[[int], None],
+    ) -> None:
+        """Wire it up.
+
+        Args:
+            ring: where the new version is written.
+            model: the model chunk, wrapped in Megatron's DistributedDataParallel.
+            optimizer_step: Megatron's own ``optimizer.step``.
+            scheduler_step: Megatron's own ``opt_param_scheduler.step``, which takes a number of samples.
+        """
+        self._ring = ring
+        self._model = model
+        self._optimizer_step = optimizer_step
+        self._scheduler_step = scheduler_step
+        self._begun: Pending | None = None
+
+    @property
+    @override
+    def pending(self) -> Pending | None:
+        return self._begun
+
+    @property
+    @override
+    def sums_tied_embedding(self) -> bool:
+        return False
+
+    @override
+    def begin(self, batch: int, samples: int, delayed: bool) -> None:
+        assert self._begun is None and not delayed
+        self._begun = Pending(batch, samples)
+
+    @override
+    def poll(self) -> None:
+        pass
+
+    @override
+    def finish(self, keep: bool) -> Outcome:
+        assert self._begun is not None
+        (batch, samples), self._begun = self._begun, None
+        with self._ring.advance(keep):
+            successful, grad_norm, zeros_in_grad = self._optimizer_step()
+        if not successful:
+            # Of what skips an update, loss scaling is refused at start-up, and a norm threshold has no flag.
+            raise RuntimeError(f"the optimizer skipped the update of batch {batch}, which is not supported")
+        self._model.reset_param_sync_dispatch_state()
+        self._scheduler_step(samples)
+        return Outcome(batch, grad_norm, zeros_in_grad)
+
+
+@dataclass
+class _Begun:
+    """Between the halves."""
+
+    what: Pending
+    gradients: Gradients | None  # None if the masters were stepped at begin
+    agreement: Agreement[list[float]]
+
+
+class TwoHalfStep(Step):
+    """begin(k) and finish(k) on Megatron's leaves: prepare_grads in the one, step_with_ready_grads in the other.
+
+    The sums over all ranks are in fp64, so neither the order of ranks nor how a leaf is sharded shows in a result.
     """
 
     def __init__(
         self,
         ring: WeightRing,
-        optimizer_step: Callable[[], tuple[bool, Any, Any]],
+        model: Any,
+        optimizer: Any,
         scheduler_step: Callable[[int], None],
-        corrections: Sequence[Correction] = (),
+        corrections: Sequence[Correction],
+        stage: Any,
+        pipeline: Any,
+        tied: TiedEmbedding | None,
+        skip_nonfinite: bool = False,
+        requests: Callable[[], Sequence[bool]] = tuple,
     ) -> None:
-        """Wire the step up.
+        """Wire it up.
 
         Args:
             ring: where the new version is written.
-            optimizer_step: Megatron's own ``optimizer.step``.
-            scheduler_step: Megatron's own ``opt_param_scheduler.step``, which takes a number of samples. It runs in
-                finish, so learning rate and weight decay are those of batch k when u_k is made.
+            model: the model chunk, wrapped in Megatron's DistributedDataParallel.
+            optimizer: Megatron's, a tree of them.
+            scheduler_step: Megatron's own ``opt_param_scheduler.step``. It runs in finish, so learning rate and weight
+                decay are those of batch k when u_k is made.
             corrections: of the inner optimizers; they correct the steps of delayed batches, and track those of others.
+            stage: the group of all ranks of this stage.
+            pipeline: as ``agreement.pipeline_group`` makes it.
+            tied: the tied embedding that this stage has a copy of.
+            skip_nonfinite: whether to skip an update whose gradient norm isn't finite.
+            requests: what this rank asks all ranks for, as of now. Which ones any rank asked for is in the outcome.
         """
         self._ring = ring
-        self._optimizer_step = optimizer_step
+        self._model = model
+        self._optimizer = optimizer
+        self._leaves = leaves(optimizer)
+        self._inner = inner_optimizers(optimizer)
+        self._replicas = replicas(optimizer)
         self._scheduler_step = scheduler_step
         self._corrections = corrections
-        self._pending: tuple[int, int] | None = None  # (batch, samples)
-        self.outcome: Outcome | None = None
+        self._stage = stage
+        self._pipeline = pipeline
+        self._tied = tied
+        self._skip_nonfinite = skip_nonfinite
+        self._requests = requests
+        self._count_zeros = bool(optimizer.config.log_num_zeros_in_grad)
+        self._begun: _Begun | None = None
 
-    def begin(self, batch: int, samples: int) -> None:
-        """Take note of a batch of so many samples (over all data-parallel ranks) whose gradients are final."""
-        if self._pending is not None:
-            raise RuntimeError(f"begin({batch}) before finish({self._pending[0]}): the plan is wrong")
-        self._pending = (batch, samples)
+    @property
+    @override
+    def pending(self) -> Pending | None:
+        return None if self._begun is None else self._begun.what
 
-    def finish(self, batch: int, delayed: bool) -> None:
-        """Make V(batch + 1) and advance the learning-rate schedule.
+    @property
+    @override
+    def sums_tied_embedding(self) -> bool:
+        return True
 
-        Args:
-            batch: k.
-            delayed: whether Error Feedback or another correction, if there is any, corrects this step.
+    @property
+    def holds_gradients(self) -> bool:
+        """Whether a step must wait for something before it can touch the weights, so that gradients are copied.
+
+        Where nothing is waited for, begin steps the fp32 masters, and finish only publishes them. In fp32 training the
+        masters are the weights themselves, and the last stage would need a second buffer for them.
         """
-        if self._pending is None or self._pending[0] != batch:
-            raise RuntimeError(f"finish({batch}) without begin({batch}): the plan is wrong")
-        samples = self._pending[1]
-        self._pending = None
+        clips = any(leaf.config.clip_grad > 0.0 for leaf in self._leaves)
+        return clips or self._skip_nonfinite or self._tied is not None or self._ring.steps_in_place
+
+    @property
+    def held_bytes(self) -> int:
+        """The memory that copied gradients take between the halves, all in fp32."""
+        return 4 * sum(p.numel() for leaf in self._leaves for p in leaf.get_parameters()) * self.holds_gradients
+
+    @override
+    @torch.no_grad()
+    def begin(self, batch: int, samples: int, delayed: bool) -> None:
+        if self._begun is not None:
+            raise RuntimeError(f"begin({batch}) before finish({self._begun.what.batch}): the plan is wrong")
         for correction in self._corrections:
             correction.correcting = delayed
-        with self._ring.advance():
-            successful, grad_norm, zeros_in_grad = self._optimizer_step()
-        if not successful:
-            # Of what skips an update, loss scaling is refused at start-up, and a norm threshold has no flag.
-            raise RuntimeError(f"the optimizer skipped the update of batch {batch}, which is not supported")
-        self._scheduler_step(samples)
-        self.outcome = Outcome(batch, grad_norm, zeros_in_grad)
+        holds = self.holds_gradients
+        gradients = gradients_of(self._leaves, self._model, copy=holds)
+        agreement = Agreement(self._agree(gradients))
+        if not holds:
+            for inner in self._inner:
+                inner.step()
+        gradients.take()
+        self._begun = _Begun(Pending(batch, samples), gradients if holds else None, agreement)
+
+    @override
+    def poll(self) -> None:
+        if self._begun is not None:
+            self._begun.agreement.poll()
+
+    @override
+    @torch.no_grad()
+    def finish(self, keep: bool) -> Outcome:
+        if self._begun is None:
+            raise RuntimeError("a step is finished that wasn't begun: the plan is wrong")
+        begun, self._begun = self._begun, None
+        squares, zeros, *requests = self._sums(begun)
+        norm = math.sqrt(squares)
+        skipped = self._skip_nonfinite and not math.isfinite(norm)
+        if keep and self._gathers_lazily and self._model_is_ungathered():
+            # Nobody has needed V(k) whole so far, and V(k+1) goes into another buffer.
+            self._model.start_param_sync(force_sync=True)
+        if skipped:
+            self._ring.repeat(keep)
+        else:
+            with self._ring.advance(keep):
+                self._step(begun.gradients, norm)
+            if self._gathers_lazily:
+                self._model.reset_param_sync_dispatch_state()  # the next forward gathers it
+            self._scheduler_step(begun.what.samples)
+        return Outcome(
+            begun.what.batch,
+            norm,
+            zeros if self._count_zeros else None,
+            skipped,
+            tuple(request > 0 for request in requests),
+        )
+
+    def _agree(self, gradients: Gradients) -> Generator[Handle, None, list[float]]:
+        tied = None if self._tied is None else self._tied.start(gradients)
+        if tied is not None and self._tied is not None and self._tied.counts:
+            yield tied  # its squares are those of the sum
+        requests = [float(request) for request in self._requests()]
+        figures = figures_of(gradients, self._replicas, self._count_zeros, requests)
+        sums = yield from total(figures, self._stage, self._pipeline)
+        if tied is not None:
+            yield tied
+        return sums
+
+    def _sums(self, begun: _Begun) -> list[float]:
+        try:
+            return begun.agreement.wait()
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"the gradient norm of batch {begun.what.batch} did not arrive from all ranks, so one of them has "
+                f"failed or hangs: look for the first error in the other ranks' output"
+            ) from error
+
+    def _step(self, gradients: Gradients | None, norm: float) -> None:
+        if gradients is None:
+            with _already_stepped(self._inner):
+                successful = self._optimizer.step_with_ready_grads()
+        else:
+            gradients.give()
+            for leaf in self._leaves:
+                if leaf.config.clip_grad > 0.0:
+                    clip_grad_by_total_norm_fp32(leaf.get_parameters(), leaf.config.clip_grad, norm)
+            successful = self._optimizer.step_with_ready_grads()
+            gradients.take()
+        assert successful, "step_with_ready_grads() of Megatron's optimizers doesn't fail"
+
+    @property
+    def _gathers_lazily(self) -> bool:
+        return bool(self._model.ddp_config.overlap_param_gather)
+
+    def _model_is_ungathered(self) -> bool:
+        groups = [*self._model.bucket_groups, *self._model.expert_parallel_bucket_groups]
+        return any(not group.param_gather_dispatched for group in groups)
+
+
+@contextmanager
+def _already_stepped(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
+    """Within the context their ``step`` does nothing."""
+    own = [vars(optimizer).get("step") for optimizer in optimizers]
+    for optimizer in optimizers:
+        vars(optimizer)["step"] = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        for optimizer, step in zip(optimizers, own, strict=True):
+            del optimizer.step
+            if step is not None:
+                vars(optimizer)["step"] = step

@@ -1,8 +1,9 @@
 """The weight versions of one stage, each in a buffer of its own.
 
-A version is written once, and no storage that a pending backward has seen is ever overwritten. V(k) lives in slot
-``k mod versions``; with two slots, the step that makes V(k+1) writes where V(k-1) was, which is free by then. Nothing
-is copied to switch between versions: tensors are pointed at another slot.
+A version is written once, and no storage that a pending backward has seen is ever overwritten. With two slots, the
+step that makes V(k+1) writes where V(k-1) was, which is free by then; where V(k) isn't needed any more it writes there,
+and a second slot is made only once one is needed. Nothing is copied to switch between versions: tensors are pointed at
+another slot.
 
 Two kinds of pointers are switched at different times. What the model's modules read (``param.data``) is switched per
 microbatch. Whatever else Megatron keeps that points into the weights (see ``pointers``) always follows the newest
@@ -34,7 +35,7 @@ class _Slot:
 
 
 class WeightRing:
-    """Versions V(newest - versions + 1) to V(newest) of a stage's trainable parameters.
+    """The versions of a stage's trainable parameters that are still needed; the newest is always one of them.
 
     Attributes:
         newest: the index of the newest version.
@@ -55,14 +56,15 @@ class WeightRing:
             parameters: the stage's parameters; those that need no gradient are shared by all versions.
             steppable: the tensors that the inner optimizers step in place. Where one lies in a version's storage
                 (fp32 training), its newest value is copied into the new version before the step.
-            versions: the number of slots. One means that a step overwrites the only version.
+            versions: the most slots there may be. One means that a step overwrites the only version.
             newest: the index of the version that the parameters hold now.
             pointers: what else points into the parameters' storage, and follows the newest version.
         """
         self.parameters = tuple(p for p in parameters if p.requires_grad)
         self._pointers = tuple(pointers)
-        self._slots: list[_Slot | None] = [None] * versions
-        self._held: dict[int, int] = {}  # slot -> the version in it
+        self._most = versions
+        self._slots: list[_Slot] = []
+        self._held: list[int] = []  # the version in each slot
         # address of a storage -> its slot, and (start, end, parameter) of the addresses in it
         self._places: dict[int, tuple[int, list[tuple[int, int, torch.nn.Parameter]]]] = {}
         self.newest = newest
@@ -70,20 +72,23 @@ class WeightRing:
         first = _Slot([p.data for p in self.parameters], [pointer.get() for pointer in self._pointers])
         storages = {tensor.untyped_storage().data_ptr() for tensor in first.parameters}
         self._in_place = tuple(t for t in steppable if t.untyped_storage().data_ptr() in storages)
-        self._fill(newest % versions, first)
-        self._held[newest % versions] = newest
+        self._add(first, newest)
 
     @property
     def versions(self) -> int:
-        """The number of slots."""
-        return len(self._slots)
+        """The most slots there may be."""
+        return self._most
+
+    @property
+    def steps_in_place(self) -> bool:
+        """Whether the inner optimizers step tensors that lie in a version's storage, as in fp32 training."""
+        return bool(self._in_place)
 
     @property
     def extra_bytes(self) -> int:
         """Bytes that all slots but one take once they exist."""
-        slot = next(slot for slot in self._slots if slot is not None)
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in slot.parameters}
-        return (len(self._slots) - 1) * sum(storages.values())
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in self._slots[0].parameters}
+        return (self._most - 1) * sum(storages.values())
 
     def lend(self, version: int) -> None:
         """Let the model's modules read V(version).
@@ -94,14 +99,14 @@ class WeightRing:
         if version == self.lent:
             return
         if not self.holds(version):
-            raise RuntimeError(f"weights V({version}) were asked for, but the ring holds {sorted(self._held.values())}")
+            raise RuntimeError(f"weights V({version}) were asked for, but the ring holds {sorted(self._held)}")
         for parameter, data in zip(self.parameters, self._slot(version).parameters, strict=True):
             parameter.data = data
         self.lent = version
 
     def holds(self, version: int) -> bool:
         """Whether V(version) is in the ring."""
-        return self._held.get(version % len(self._slots)) == version
+        return version in self._held
 
     def find(self, tensor: torch.Tensor) -> tuple[torch.nn.Parameter, int] | None:
         """The parameter and version whose buffer a tensor begins in now, or None if it begins in none."""
@@ -116,39 +121,56 @@ class WeightRing:
         return None
 
     @contextmanager
-    def advance(self) -> Iterator[None]:
+    def advance(self, keep: bool = True) -> Iterator[None]:
         """Within the context ``param.data`` and all pointers show V(newest + 1), to be written; then it is the newest.
 
         The version counters of the parameters don't change: autograd would take a step for an overwritten weight,
         but the buffer being written is one that no pending backward has seen.
+
+        Args:
+            keep: whether V(newest) may still be needed. If not, it is overwritten in place; if so, the new version
+                takes a new slot, or that of the oldest version if there may be no more.
         """
         self.lend(self.newest)
         version = self.newest + 1
         before = [tensor.data for tensor in self._in_place]
         with torch.no_grad(), _unsafe_preserve_version_counter(self.parameters):
-            self._open(version)
-            if len(self._slots) > 1:
+            if self._open(version, keep):
                 for tensor, newest in zip(self._in_place, before, strict=True):
                     tensor.data.copy_(newest)
             yield
         self.newest = version
 
-    def _open(self, version: int) -> None:
-        index = version % len(self._slots)
-        if self._slots[index] is None:
-            self._fill(index, self._twin(self._slot(self.newest)))
+    def repeat(self, keep: bool = True) -> None:
+        """Make V(newest + 1) the same as V(newest): what is left of a skipped update."""
+        newest = self._slot(self.newest).parameters
+        with self.advance(keep):
+            for tensor, same in zip(self._slot(self.lent).parameters, newest, strict=True):
+                if tensor is not same:
+                    tensor.copy_(same)
+
+    def _open(self, version: int, keep: bool) -> bool:
+        """Show V(version) everywhere. Returns whether it has a slot other than the newest version's."""
+        before = index = self._held.index(self.newest)
+        if keep and len(self._slots) < self._most:
+            index = len(self._slots)
+            self._add(self._twin(self._slots[before]), version)
+        elif keep:
+            index = self._held.index(min(self._held))
         self._held[index] = version
+        self.lent = -1  # a slot was given another version: nothing that was lent is what it was
         self.lend(version)
-        for pointer, data in zip(self._pointers, self._slot(version).pointers, strict=True):
+        for pointer, data in zip(self._pointers, self._slots[index].pointers, strict=True):
             pointer.set(data)
+        return index != before
 
     def _slot(self, version: int) -> _Slot:
-        slot = self._slots[version % len(self._slots)]
-        assert slot is not None
-        return slot
+        return self._slots[self._held.index(version)]
 
-    def _fill(self, index: int, slot: _Slot) -> None:
-        self._slots[index] = slot
+    def _add(self, slot: _Slot, version: int) -> None:
+        index = len(self._slots)
+        self._slots.append(slot)
+        self._held.append(version)
         for parameter, data in zip(self.parameters, slot.parameters, strict=True):
             storage = data.untyped_storage().data_ptr()
             _, parameters = self._places.setdefault(storage, (index, []))

@@ -32,20 +32,25 @@ class Flush:
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """The batch's gradients are final: begin its optimizer step. Megatron's call for the batch ends here."""
-
-    batch: int
-
-
-@dataclass(frozen=True, slots=True)
-class Finish:
-    """Finish the batch's optimizer step: V(batch + 1) exists from here on.
+    """The batch's gradients are final: begin its optimizer step. Megatron's call for the batch ends here.
 
     ``delayed`` says whether the batch is of an asynchronous part of the run, the only one that Error Feedback corrects.
     """
 
     batch: int
     delayed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """Finish the batch's optimizer step: V(batch + 1) exists from here on.
+
+    ``keeps`` says whether V(batch) may still be needed. If not, the step is made in place and takes no other buffer;
+    if so, it takes a free one, or that of the oldest version if the ring is full.
+    """
+
+    batch: int
+    keeps: bool = True
 
 
 Compute = Forward | Backward

@@ -17,5 +17,5 @@ def one_f_one_b(stage: int, stages: int, batches: Iterable[Batch]) -> Iterator[A
             yield from forwards[lead + microbatch : lead + microbatch + 1]
             yield Backward(microbatch, batch.index, batch.version)
         yield Flush(batch.index)
-        yield Begin(batch.index)
-        yield Finish(batch.index, batch.delayed)
+        yield Begin(batch.index, batch.delayed)
+        yield Finish(batch.index)

@@ -16,8 +16,8 @@ def broken_rules(
     Args:
         actions: of one stage.
         first: the batch that the run starts with, on the weights V(first).
-        versions: the size of the stage's ring. V(k) is in slot k modulo this size, and V(k + 1) overwrites the
-            oldest when batch k's step is finished.
+        versions: the size of the stage's ring. V(k + 1) overwrites V(k) if the plan says that it isn't needed any
+            more, else the oldest version if the ring is full.
         keeps_weights: whether every backward must run on the weights of its forward.
     """
     stage = _Stage(first, versions, keeps_weights)
@@ -33,7 +33,7 @@ class _Stage:
         self._first = first
         self._ring = versions
         self._keeps_weights = keeps_weights
-        self._newest = first  # the newest version there is
+        self._held = [first]  # the versions in the ring, the newest last
         self._call = first  # the batch whose backwards run now; the call ends with its Begin
         self._backwards = 0  # in this call
         self._begun: int | None = None  # the batch whose step is begun and not finished
@@ -52,8 +52,8 @@ class _Stage:
                 yield from self._flush(batch)
             case Begin(batch):
                 yield from self._begin(batch)
-            case Finish(batch):
-                yield from self._finish(batch)
+            case Finish(batch, keeps):
+                yield from self._finish(batch, keeps)
 
     def ends(self) -> Iterator[str]:
         for forward in self._in_flight:
@@ -98,10 +98,10 @@ class _Stage:
         self._unsent = True
         if self._drained:
             yield f"it is between the flush and the step of batch {self._call}"
-        if action.version < self._first or action.version > self._newest:
-            yield f"V({action.version}) doesn't exist; the newest is V({self._newest})"
-        elif action.version <= self._newest - self._ring:
-            yield f"V({action.version}) was overwritten; the oldest left is V({self._newest - self._ring + 1})"
+        if action.version < self._first or action.version > self._held[-1]:
+            yield f"V({action.version}) doesn't exist; the newest is V({self._held[-1]})"
+        elif action.version not in self._held:
+            yield f"V({action.version}) was overwritten; the oldest left is V({self._held[0]})"
 
     def _flush(self, batch: int) -> Iterator[str]:
         if self._drained or batch != self._call or not self._backwards:
@@ -123,12 +123,16 @@ class _Stage:
         self._call, self._begun = batch + 1, batch
         self._backwards, self._drained = 0, False
 
-    def _finish(self, batch: int) -> Iterator[str]:
+    def _finish(self, batch: int, keeps: bool) -> Iterator[str]:
         if batch != self._begun:
             yield "that step hasn't begun, or is finished already"
         self._begun = None
-        self._newest = batch + 1
-        overwritten = self._newest - self._ring
+        overwritten = None
+        if not keeps:
+            overwritten = self._held.pop()
+        elif len(self._held) == self._ring:
+            overwritten = self._held.pop(0)
+        self._held.append(batch + 1)
         for forward in self._in_flight if self._keeps_weights else ():
             if forward.version == overwritten:
                 needs = f"the backward of microbatch {forward.microbatch} of batch {forward.batch}"

@@ -16,7 +16,8 @@ def two_bw(stage: int, stages: int, batches: Iterable[Batch], blocking: bool = F
     """The actions of one stage (0 is first) in a pipeline of ``stages``, for consecutive batches.
 
     A step is finished as late as it can be: just before the stage's first forward on the new weights, or before the
-    next step begins. Whatever all stages must agree on (the gradient norm) has the time in between to arrive.
+    next step begins. Whatever all stages must agree on (the gradient norm) has the time in between to arrive. On the
+    last stage, which runs nothing ahead, the older weights aren't needed any more by then: it steps in place.
 
     Args:
         stage: s.
@@ -42,18 +43,18 @@ def two_bw(stage: int, stages: int, batches: Iterable[Batch], blocking: bool = F
         for microbatch in range(batch.microbatches):
             if forwards:
                 if begun is not None and forwards[0].version > begun.index:
-                    yield Finish(begun.index, begun.delayed)
+                    yield Finish(begun.index)
                     begun = None
                 yield forwards.pop(0)
             yield Backward(microbatch, batch.index, batch.version)
         if batch.flush:
             yield Flush(batch.index)
         if begun is not None:
-            yield Finish(begun.index, begun.delayed)
-        yield Begin(batch.index)
+            yield Finish(begun.index, keeps=False)  # all that ran on V(begun) is through
+        yield Begin(batch.index, batch.delayed)
         begun = batch
         if blocking or batch.flush:
-            yield Finish(begun.index, begun.delayed)
+            yield Finish(batch.index, keeps=following is not None and following.version <= batch.index)
             begun = None
         primed = not batch.flush
         batch = following

@@ -50,6 +50,6 @@ def unflushed(stage: int, stages: int, batches: Iterable[Batch], keep_weights: b
             if batch.flush:
                 yield Flush(batch.index)
                 draining = False
-            yield Begin(batch.index)
-            yield Finish(batch.index, batch.delayed)
+            yield Begin(batch.index, batch.delayed)
+            yield Finish(batch.index)
             newest = batch.index + 1

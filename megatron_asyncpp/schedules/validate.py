@@ -135,7 +135,7 @@ def _identity(action: Action) -> tuple[int, ...]:
     match action:
         case Forward() | Backward():
             return *_place(action), action.version
-        case Finish():
+        case Begin():
             return *_place(action), int(action.delayed)
         case _:
             return _place(action)

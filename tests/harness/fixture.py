@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from megatron.core.optimizer import layer_wise_optimizer
+from megatron.core.optimizer import optimizer as megatron_optimizer
 from megatron.core.utils import get_model_config
 from megatron.training import get_args, training
 
@@ -18,6 +20,9 @@ from tests.harness.reference import Reference
 
 def install(reference: Reference) -> None:
     """Replace training.train_step by one whose batch k runs on W(k), with corrections by hand around each step."""
+    if reference.exact_norm:
+        for module in (megatron_optimizer, layer_wise_optimizer):
+            module.get_grad_norm_fp32 = exact_norm
     train_step = training.train_step
     history: list[list[torch.Tensor]] = []  # history[k] is V(k)
 
@@ -50,6 +55,13 @@ def install(reference: Reference) -> None:
         return train_step(step, data, model, optimizer, scheduler, config, on_older_weights, **kw)
 
     training.train_step = delayed
+
+
+def exact_norm(grads: list[torch.Tensor], norm_type: float = 2, grad_stats_parallel_group: Any = None) -> float:
+    """Megatron's get_grad_norm_fp32 with the squares summed in fp64."""
+    total = sum((g.double().pow(2).sum() for g in grads), start=torch.zeros([], dtype=torch.float64)).view(1)
+    torch.distributed.all_reduce(total, group=grad_stats_parallel_group)
+    return total.item() ** 0.5
 
 
 def put(weights: list[torch.Tensor], values: list[torch.Tensor]) -> None:

@@ -95,7 +95,7 @@ class Oracle:
 
     def norm(self, gradients: Weights) -> float:
         """Global gradient norm: squares are summed within a stage, decayed parameters first, then over the stages."""
-        if self.reference.norm_dtype == "float64":
+        if self.reference.exact_norm:
             return math.sqrt(sum(g.double().pow(2).sum().item() for g in gradients.values()))
         total = torch.zeros(1)
         for stage in self.reference.norm_partition or (tuple(gradients),):

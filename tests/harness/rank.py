@@ -89,7 +89,9 @@ def train(job: Job, rank: int, result: RankResult) -> None:
     recorder = record.Recorder(result, job.initial)
     if job.mode == "plugin":
         importlib.import_module("megatron_asyncpp").install()
-        importlib.import_module("megatron_asyncpp.runtime.pipeline").observers.append(recorder.observe)
+        runtime = importlib.import_module("megatron_asyncpp.runtime.pipeline")
+        runtime.observers.append(recorder.observe)
+        recorder.watch_outcomes(runtime.Pipeline)
     elif job.mode == "fixture":
         fixture.install(job.reference)
     elif job.mode == "oracle":

@@ -20,6 +20,7 @@ class Recorder:
 
     def __init__(self, result: RankResult, initial: Weights | None) -> None:
         self.result, self.initial, self.model = result, initial, []
+        self.norms: list[float] = []  # of the plugin's outcomes
 
     def install(self) -> None:
         """Wrap whatever set-up and train_step are in place now: call this after the mode's own patches."""
@@ -41,6 +42,19 @@ class Recorder:
 
         training.setup_model_and_optimizer, training.train_step = watched_setup, watched_step
 
+    def watch_outcomes(self, pipeline: type) -> None:
+        """Take each batch's norm from the plugin's outcomes, since train_step may return before it is known."""
+        take = pipeline.take_outcomes
+
+        def watched(self_: Any) -> Any:
+            outcomes = take(self_)
+            # train_step reports it through an fp32 tensor
+            self.norms.extend(torch.tensor(outcome.grad_norm).item() for outcome in outcomes)
+            self.result.skipped.extend(outcome.batch for outcome in outcomes if outcome.skipped)
+            return outcomes
+
+        pipeline.take_outcomes = watched
+
     def start(self, model: list[torch.nn.Module], optimizer: Any) -> None:
         """The model exists and has not run: put in the given weights, take a copy, listen to the first optimizer."""
         self.model, result = model, self.result
@@ -59,6 +73,7 @@ class Recorder:
 
     def end(self) -> None:
         """Training is over: copy the weights."""
+        self.result.grad_norms = self.norms or self.result.grad_norms
         if self.model and not self.result.final:
             self.result.final = weights(self.model)
         main = ((n, getattr(t, "main_param", None)) for n, t in named(self.model))

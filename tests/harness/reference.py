@@ -22,7 +22,8 @@ class Reference:
         norm_partition: parameter names of each pipeline stage, for the oracle: Megatron sums the squares of the
             gradient norm within each stage first, and only the same order of additions gives the same bits. None is one
             stage.
-        norm_dtype: "float32" sums the norm as Megatron does, "float64" as the plugin's two-halves step may.
+        norm_dtype: "float32" sums the norm's squares as Megatron does, "float64" as the plugin's step in two halves
+            does. None is the one of the two that belongs to the delay.
     """
 
     delay: int = 0
@@ -33,7 +34,12 @@ class Reference:
     sync_start: int = 0
     sync_cooldown: int = 0
     norm_partition: tuple[tuple[str, ...], ...] | None = None
-    norm_dtype: str = "float32"
+    norm_dtype: str | None = None
+
+    @property
+    def exact_norm(self) -> bool:
+        """Whether the norm's squares are summed in fp64, where neither order nor sharding shows."""
+        return (self.norm_dtype or ("float64" if self.delay else "float32")) == "float64"
 
     def synchronous(self, k: int, batches: int) -> bool:
         """Whether batch k of `batches` belongs to the synchronous start or cooldown (or there is no delay at all)."""

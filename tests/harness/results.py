@@ -27,7 +27,8 @@ class RankResult:
 
     Attributes:
         losses: the batch loss that each train_step returned, on the last stage; None elsewhere.
-        grad_norms: the norm that each train_step returned (in the plugin it may be the batch before's).
+        grad_norms: of each batch, as train_step returned it, or, in the plugin, as its step's outcome has it.
+        skipped: the batches whose update was skipped (mode "plugin").
         learning_rates: the rate of each step of the first inner optimizer, read as the step starts.
         layer_offset: global number of this stage's first layer.
         masters: final fp32 masters, where the optimizer keeps some.
@@ -41,6 +42,7 @@ class RankResult:
     tied: bool = False
     losses: list[float | None] = field(default_factory=list)
     grad_norms: list[float | None] = field(default_factory=list)
+    skipped: list[int] = field(default_factory=list)
     learning_rates: list[float] = field(default_factory=list)
     initial: Weights = field(default_factory=dict)
     final: Weights = field(default_factory=dict)

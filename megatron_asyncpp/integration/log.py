@@ -1,0 +1,71 @@
+"""Megatron's log line of an iteration, with figures of a step that was finished after its own iteration had ended.
+
+The line of iteration n has that iteration's loss. If the step of iteration n - 1 was finished during n, its gradient
+norm and count of zeros come at the end of the line, and say so. TensorBoard and Weights & Biases get each figure at the
+iteration that it belongs to.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_asyncpp.runtime.step import Outcome
+
+
+@dataclass
+class LaggingFigures:
+    """What the next line has to say of steps whose iteration is over.
+
+    Attributes:
+        skipped: how many updates were skipped so far.
+    """
+
+    skipped: int = 0
+    _last: tuple[int, Outcome] | None = None
+    _skipped_since: list[int] = field(default_factory=list)
+
+    def add(self, iteration: int, outcome: Outcome, lagging: bool) -> None:
+        """Take note of a finished step.
+
+        Args:
+            iteration: that it belongs to, as Megatron counts them.
+            outcome: what became of it.
+            lagging: whether its iteration is over, so that Megatron's own fields can't have its figures.
+        """
+        if lagging:
+            self._last = (iteration, outcome)
+        if outcome.skipped:
+            self.skipped += 1
+            self._skipped_since.append(iteration)
+
+    def text(self) -> str:
+        """The fields to add to the line that is printed now, each ending as Megatron's do."""
+        fields = []
+        if self._last is not None:
+            iteration, outcome = self._last
+            if outcome.grad_norm is not None:
+                fields.append(f" grad norm: {outcome.grad_norm:.3f} (iteration {iteration}) |")
+            if outcome.zeros_in_grad is not None:
+                fields.append(f" num zeros: {outcome.zeros_in_grad:.0f} (iteration {iteration}) |")
+        if self._skipped_since:
+            which = ", ".join(map(str, self._skipped_since))
+            fields.append(f" update skipped, gradients not finite: iteration {which} ({self.skipped} so far) |")
+        self._last, self._skipped_since = None, []
+        return "".join(fields)
+
+
+def write(args: Namespace, iteration: int, outcome: Outcome) -> None:
+    """Write a lagging step's figures to TensorBoard and Weights & Biases, under the names that Megatron uses."""
+    from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
+
+    writer: Any = get_tensorboard_writer()
+    if not writer or iteration % args.tensorboard_log_interval:
+        return
+    wandb: Any = get_wandb_writer()
+    for name, figure in (("grad-norm", outcome.grad_norm), ("num-zeros", outcome.zeros_in_grad)):
+        if figure is not None:
+            writer.add_scalar(name, figure, iteration)
+            if wandb:
+                wandb.log({name: figure}, iteration)

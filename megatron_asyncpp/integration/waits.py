@@ -1,0 +1,176 @@
+"""The places outside of the optimizer step where Megatron's training loop waits for all stages, one record each.
+
+In each iteration every rank would wait here for the slowest stage, and one such wait brings back (P-1)*B of bubble.
+Each replacement calls the original unless the run's optimizer step has two halves.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from megatron_asyncpp.integration import log
+from megatron_asyncpp.integration.patching import VERSIONS, Patch
+
+
+def _in_halves() -> Any:
+    from megatron_asyncpp.integration.run import in_halves
+
+    return in_halves()
+
+
+def _known_to_all(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def reduced(value: Any, group: Any = None) -> Any:
+        return original(value, group=group) if _in_halves() is None else value
+
+    return reduced
+
+
+def _get_canonical_lr_for_logging(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def get_canonical_lr_for_logging(param_groups: Any) -> float | None:
+        run = _in_halves()
+        if run is None:
+            return original(param_groups)
+        # Megatron logs the rate after the iteration's step. The schedule depends on the number of samples alone, so it
+        # can be looked up ahead of a step that is still to be finished.
+        samples = run.pipeline.pending_samples
+        run.scheduler_step(samples)
+        rate: float | None = original(param_groups)
+        run.scheduler_step(-samples)
+        return rate
+
+    return get_canonical_lr_for_logging
+
+
+def _elapsed(original: Callable[..., float]) -> Callable[..., float]:
+    @functools.wraps(original)
+    def elapsed(self: Any, reset: bool = True, barrier: bool = False) -> float:
+        return original(self, reset=reset, barrier=barrier and _in_halves() is None)
+
+    return elapsed
+
+
+def _training_log(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def training_log(
+        loss_dict: Any, total_loss_dict: Any, learning_rate: Any, iteration: int, *rest: Any, **kw: Any
+    ) -> Any:
+        from megatron.training import get_args
+
+        from megatron_asyncpp.integration.run import current
+
+        run = current()
+        if run is not None:
+            for outcome in run.pipeline.take_outcomes():
+                own = run.iterations.pop(outcome.batch)
+                run.exits.learn(outcome.requests)
+                run.lagging.add(own, outcome, lagging=own < iteration)
+                if own < iteration:
+                    log.write(get_args(), own, outcome)
+        return original(loss_dict, total_loss_dict, learning_rate, iteration, *rest, **kw)
+
+    return training_log
+
+
+def _print_rank_last(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def print_rank_last(message: str) -> None:
+        run = _in_halves()
+        if run is not None and " elapsed time per iteration (ms): " in message:
+            message += run.lagging.text()
+        original(message)
+
+    return print_rank_last
+
+
+def _checkpoint_and_decide_exit(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def checkpoint_and_decide_exit(*positional: Any, **named: Any) -> Any:
+        from megatron.training import get_args
+
+        run, args = _in_halves(), get_args()
+        if run is None:
+            return original(*positional, **named)
+        asked = (args.exit_signal_handler, args.exit_duration_in_mins)
+        # Megatron asks the world itself once the ranks have agreed, so it leaves as it always does.
+        args.exit_signal_handler = asked[0] if run.exits.signal else False
+        args.exit_duration_in_mins = asked[1] if run.exits.duration else None
+        try:
+            return original(*positional, **named)
+        finally:
+            args.exit_signal_handler, args.exit_duration_in_mins = asked
+
+    return checkpoint_and_decide_exit
+
+
+def _finished_first(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def on_the_newest_weights(*positional: Any, **named: Any) -> Any:
+        run = _in_halves()
+        if run is not None:
+            run.pipeline.finish_early()
+        return original(*positional, **named)
+
+    return on_the_newest_weights
+
+
+WAITS = (
+    Patch(
+        "megatron.training.training:logical_and_across_model_parallel_group",
+        _known_to_all,
+        "all ranks know whether an update was made, from the sum that the step makes anyway",
+        VERSIONS,
+    ),
+    Patch(
+        "megatron.training.training:reduce_max_stat_across_model_parallel_group",
+        _known_to_all,
+        "all ranks know gradient norm and number of zeros from that sum, and the learning rate from its schedule",
+        VERSIONS,
+    ),
+    Patch(
+        "megatron.training.training:get_canonical_lr_for_logging",
+        _get_canonical_lr_for_logging,
+        "logs the rate that Megatron would, though the step that advances the schedule is finished later",
+        VERSIONS,
+    ),
+    Patch(
+        "megatron.core.timers:Timer.elapsed",
+        _elapsed,
+        "a log line has the last stage's time since the last one, and needs no barrier for it",
+        VERSIONS,
+    ),
+    Patch(
+        "megatron.training.training:training_log",
+        _training_log,
+        "takes in the figures of finished steps, and writes each at the iteration that it belongs to",
+        VERSIONS,
+    ),
+    Patch(
+        "megatron.training.training:print_rank_last",
+        _print_rank_last,
+        "adds the figures of the iteration before to a log line",
+        VERSIONS,
+    ),
+    Patch(
+        "megatron.training.training:checkpoint_and_decide_exit",
+        _checkpoint_and_decide_exit,
+        "asks the world about --exit-signal-handler and --exit-duration-in-mins only once the ranks agreed to leave",
+        VERSIONS,
+    ),
+    *(
+        Patch(
+            f"megatron.training.training:{name}",
+            _finished_first,
+            f"finishes a step that is begun before it {does}",
+            VERSIONS,
+        )
+        for name, does in {
+            "evaluate_and_print_results": "evaluates the newest weights",
+            "save_checkpoint_and_time": "saves them with the optimizer's state",
+            "disable_forward_pre_hook": "gathers them",
+        }.items()
+    ),
+)
