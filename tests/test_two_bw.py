@@ -25,15 +25,11 @@ def test_adamw_is_the_recursion(stages: int, microbatches: int, lam: float | Non
 def test_clipping_is_by_the_norm_of_the_whole_model(stages: int, microbatches: int) -> None:
     done = rows.plugin(stages, microbatches, 1.0, rows.CLIP)
     rows.assert_delayed(done, microbatches)
-    reference = rows.oracle(microbatches, 1.0, rows.CLIP, done.partition)
+    reference = rows.oracle(microbatches, 1.0, rows.CLIP)
     assert sum(norm > rows.CLIP for norm in reference.grad_norms) > rows.ITERATIONS // 2, "clipping wasn't active"
-    assert done.grad_norms == pytest.approx(reference.grad_norms, rel=1e-6)
-    if stages <= 2:
-        assert_bitwise(done, reference)
-    else:
-        # With more stages gloo adds their squares in another order than the oracle, so the fp32 norm may differ in its
-        # last bit (6e-8 relative), and with it the factor of every gradient; over 12 iterations that stays below 1e-6.
-        assert done.losses == pytest.approx(reference.losses, rel=1e-6)
+    # Their squares are summed in fp64: the order of stages doesn't show in an fp32 factor.
+    assert done.grad_norms == reference.grad_norms
+    assert_bitwise(done, reference)
     assert_bitwise(done, rows.fixture(stages, microbatches, 1.0, rows.CLIP))
 
 

@@ -7,6 +7,8 @@ from typing import Any, ClassVar
 
 import torch
 
+from megatron_asyncpp.optim.streaming import stream
+
 
 class Correction(ABC):
     """Corrects every step of one optimizer, through its step hooks.
@@ -36,6 +38,7 @@ class Correction(ABC):
             # Transformer Engine's FusedAdam looks every state key up here when its state is saved or loaded.
             optimizer.name_to_dtype_map[self.STATE_KEY] = dtype or torch.float32
         self._restore_dtype(optimizer)  # the optimizer may have been loaded already
+        self._unstream = stream(optimizer)
         self._hooks = [
             optimizer.register_step_pre_hook(self._on_step),
             optimizer.register_step_post_hook(self._on_step_end),
@@ -50,12 +53,13 @@ class Correction(ABC):
 
     def detach(self) -> None:
         """Leave the optimizer as it was; its state keeps what was kept last."""
+        self._unstream()
         for hook in self._hooks:
             hook.remove()
 
     @abstractmethod
     def _before_step(self, stepped: list[torch.Tensor]) -> None:
-        """Before the optimizer's step.
+        """Before the optimizer's step, or a part of it.
 
         Args:
             stepped: the parameters that have a gradient.
@@ -63,7 +67,7 @@ class Correction(ABC):
 
     @abstractmethod
     def _after_step(self) -> None:
-        """After the optimizer's step.
+        """After the optimizer's step, or the same part of it.
 
         A state key may be made only here: an optimizer takes an empty state for its own signal to initialise it.
         """

@@ -21,8 +21,9 @@ class ErrorFeedback(Correction):
     """Error Feedback on the update: the method.
 
     u_prev is kept in ``optimizer.state[p]["previous_update"]``, and is zero before the first step. During a step a copy
-    of each stepped parameter is held as well. The correction is computed from the exact u; only the u_prev that is kept
-    is rounded to ``dtype``. With ``lam = 0`` the weights are bitwise those of the optimizer alone.
+    of each stepped parameter is held as well, of a few at a time if the optimizer allows. The correction is computed
+    from the exact u; only the u_prev that is kept is rounded to ``dtype``. With ``lam = 0`` the weights are bitwise
+    those of the optimizer alone.
 
     While ``correcting`` is False u is tracked, so that the first corrected step after it knows the update before.
     """

@@ -230,7 +230,8 @@ class TwoHalfStep(Step):
             correction.correcting = delayed
         holds = self.holds_gradients
         gradients = gradients_of(self._leaves, self._model, copy=holds)
-        agreement = Agreement(self._agree(gradients))
+        with _blaming_others(batch):
+            agreement = Agreement(self._agree(gradients))
         if not holds:
             for inner in self._inner:
                 inner.step()
@@ -240,7 +241,8 @@ class TwoHalfStep(Step):
     @override
     def poll(self) -> None:
         if self._begun is not None:
-            self._begun.agreement.poll()
+            with _blaming_others(self._begun.what.batch):
+                self._begun.agreement.poll()
 
     @override
     @torch.no_grad()
@@ -248,7 +250,8 @@ class TwoHalfStep(Step):
         if self._begun is None:
             raise RuntimeError("a step is finished that wasn't begun: the plan is wrong")
         begun, self._begun = self._begun, None
-        squares, zeros, *requests = self._sums(begun)
+        with _blaming_others(begun.what.batch):
+            squares, zeros, *requests = begun.agreement.wait()
         norm = math.sqrt(squares)
         skipped = self._skip_nonfinite and not math.isfinite(norm)
         if keep and self._gathers_lazily and self._model_is_ungathered():
@@ -281,15 +284,6 @@ class TwoHalfStep(Step):
             yield tied
         return sums
 
-    def _sums(self, begun: _Begun) -> list[float]:
-        try:
-            return begun.agreement.wait()
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"the gradient norm of batch {begun.what.batch} did not arrive from all ranks, so one of them has "
-                f"failed or hangs: look for the first error in the other ranks' output"
-            ) from error
-
     def _step(self, gradients: Gradients | None, norm: float) -> None:
         if gradients is None:
             with _already_stepped(self._inner):
@@ -310,6 +304,17 @@ class TwoHalfStep(Step):
     def _model_is_ungathered(self) -> bool:
         groups = [*self._model.bucket_groups, *self._model.expert_parallel_bucket_groups]
         return any(not group.param_gather_dispatched for group in groups)
+
+
+@contextmanager
+def _blaming_others(batch: int) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"the gradient norm of batch {batch} did not arrive from all ranks, so one of them has failed or hangs "
+            f"(--distributed-timeout-minutes is how long the others wait): look for the first error in their output"
+        ) from error
 
 
 @contextmanager

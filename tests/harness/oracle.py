@@ -51,6 +51,7 @@ class Oracle:
         )
         self.versions = [{n: start[n].clone() for n in self.parameters}]  # versions[k] is V(k)
         self.microbatches = microbatches_of_batches(self.args)
+        self.updates = 0
         self.mean, self.square, self.last_update, self.last_gradient = (
             {n: torch.zeros_like(w) for n, w in start.items()} for _ in range(4)
         )
@@ -58,15 +59,19 @@ class Oracle:
     def train(self, forward_step: Any, data: Any, result: RankResult) -> None:
         args = self.args
         result.initial = {n: w.clone() for n, w in self.versions[0].items()}
-        samples = 0  # consumed before batch k
+        samples = 0  # that the schedule has counted before batch k
         for k, microbatches in enumerate(self.microbatches):
             loss, gradients = self.gradients(k, forward_step, data, microbatches)
             norm = self.norm(gradients)
             if args.clip_grad > 0 and (scale := args.clip_grad / (norm + 1e-6)) < 1:
                 gradients = {n: g * scale for n, g in gradients.items()}
             rate = learning_rate(args, samples)
-            samples += microbatches * args.micro_batch_size
-            self.versions.append(self.updated(k, gradients, rate))
+            if k in self.reference.skipped:
+                self.versions.append(self.versions[k])
+            else:
+                samples += microbatches * args.micro_batch_size
+                self.updates += 1
+                self.versions.append(self.updated(k, gradients, rate))
             result.losses.append(loss)
             result.grad_norms.append(torch.tensor(norm).item())  # train_step reports it through an fp32 tensor
             result.learning_rates.append(rate)
@@ -119,8 +124,8 @@ class Oracle:
                 new.mul_(1 - rate * args.weight_decay)
             mean.lerp_(g, 1 - args.adam_beta1)
             square.mul_(args.adam_beta2).addcmul_(g, g, value=1 - args.adam_beta2)
-            denominator = (square.sqrt() / (1 - args.adam_beta2 ** (k + 1)) ** 0.5).add_(args.adam_eps)
-            new.addcdiv_(mean, denominator, value=-(rate / (1 - args.adam_beta1 ** (k + 1))))
+            denominator = (square.sqrt() / (1 - args.adam_beta2**self.updates) ** 0.5).add_(args.adam_eps)
+            new.addcdiv_(mean, denominator, value=-(rate / (1 - args.adam_beta1**self.updates)))
             if self.reference.error_feedback is not None and self.reference.feedback_on == "update":
                 u = old - new
                 if lam is not None:

@@ -19,6 +19,7 @@ class Reference:
         delay_compensation: lam of DC-ASGD; None leaves it out altogether.
         sync_start: the first N batches run on the newest weights.
         sync_cooldown: the last N batches do.
+        skipped: batches whose update is skipped (oracle only): V(k+1) = V(k), and nothing else moves either.
         norm_partition: parameter names of each pipeline stage, for the oracle: Megatron sums the squares of the
             gradient norm within each stage first, and only the same order of additions gives the same bits. None is one
             stage.
@@ -33,6 +34,7 @@ class Reference:
     delay_compensation: float | None = None
     sync_start: int = 0
     sync_cooldown: int = 0
+    skipped: frozenset[int] = frozenset()
     norm_partition: tuple[tuple[str, ...], ...] | None = None
     norm_dtype: str | None = None
 
