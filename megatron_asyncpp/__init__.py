@@ -15,10 +15,10 @@ def install() -> None:
     one sentence and exit code 2.
     """
     from megatron_asyncpp.errors import AsyncPPError, leave
-    from megatron_asyncpp.integration.megatron import PATCHES
+    from megatron_asyncpp.integration import megatron, repairs
     from megatron_asyncpp.integration.patching import apply
 
     try:
-        apply(PATCHES)
+        apply((*megatron.PATCHES, *repairs.PATCHES))
     except AsyncPPError as error:
         leave(error)

@@ -391,3 +391,37 @@ def delay_one_stage(result: RankResult) -> None:
             time.sleep(generator.uniform(0, 0.1))
 
     TwoHalfStep.begin = late  # type: ignore[method-assign]
+
+
+def keep_previous_updates(result: RankResult) -> None:
+    """After training, hand out what Error Feedback left for the next step: by weight, and in the optimizers' order.
+
+    By weight it is, where the distributed optimizer has only a part of one, with where that begins in the buffer of all
+    weights.
+    """
+    from megatron.core.utils import unwrap_model
+    from megatron.training import training
+
+    from megatron_asyncpp.optim.leaves import leaves
+
+    train = training.train
+    result.extra["by weight"], result.extra["in order"] = by_weight, in_order = {}, []  # type: ignore[var-annotated]
+
+    def watched(forward_step: Any, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        done = train(forward_step, model, optimizer, *args, **kwargs)
+        owners = {}
+        for leaf in leaves(optimizer):
+            for stepped in (p for group in leaf.optimizer.param_groups for p in group["params"]):
+                owners[stepped] = leaf
+                in_order.append(leaf.optimizer.state[stepped]["previous_update"].clone())
+        (chunk,) = unwrap_model(model)
+        for name, p in chunk.named_parameters():
+            stepped = p if p in owners else getattr(p, "main_param", None)
+            if stepped in owners:
+                kept, start = owners[stepped].optimizer.state[stepped]["previous_update"].clone(), None
+                if getattr(p, "main_param_sharded", False):
+                    start = owners[stepped]._get_model_param_range_map(p)["gbuf_world"].start
+                by_weight[name] = (kept, start)
+        return done
+
+    training.train = watched

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 import torch
 
 from megatron_asyncpp.errors import AsyncPPError
-from megatron_asyncpp.integration import patching
+from megatron_asyncpp.integration import patching, repairs
 from megatron_asyncpp.integration.cpu_megatron import MEGATRON_PATCHES
 from megatron_asyncpp.integration.cpu_torch import TORCH_PATCHES
 from megatron_asyncpp.integration.patching import Patch
 
 # torch's first, so that what importing Megatron's modules does meets them already
-PATCHES: tuple[Patch, ...] = (*TORCH_PATCHES, *MEGATRON_PATCHES)
+PATCHES: tuple[Patch, ...] = (*TORCH_PATCHES, *MEGATRON_PATCHES, *repairs.PATCHES)
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,7 @@ def install() -> None:
     # dynamo can't trace the replaced functions. Unlike TORCH_COMPILE_DISABLE, which is read once when dynamo is
     # imported, the stance also covers what is compiled already.
     torch.compiler.set_stance("force_eager")
+    repairs.apply_always()
     patching.apply(PATCHES)
     patching.rebind_aliases(PATCHES)
     logging.getLogger("megatron.core.tensor_parallel.random").addFilter(_is_not_rng_warning)

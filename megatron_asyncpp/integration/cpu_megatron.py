@@ -42,50 +42,6 @@ def _norm_with_sequence_parallel(new: Any) -> Any:
     return new_norm
 
 
-def _state_dict_before_first_step(state_dict: Any) -> Any:
-    @functools.wraps(state_dict)
-    def state_dict_with_step(self: Any) -> Any:
-        if not self.is_stub_optimizer:
-            _give_state(self)
-        return state_dict(self)
-
-    return state_dict_with_step
-
-
-def _give_state(distributed: Any) -> None:
-    """Give each parameter shard the state that its optimizer would start from, and a ``step``."""
-    inner = distributed.optimizer
-    if not inner.state:
-        distributed.init_state_fn(inner, distributed.config)
-    for group in inner.param_groups:
-        for shard in group["params"]:
-            state = inner.state[shard]
-            for key in distributed.optimizer_state_keys:  # what Megatron saves and loads
-                if key not in state:
-                    state[key] = torch.zeros_like(shard)
-            state.setdefault("step", torch.tensor(0.0))
-
-
-def _load_keeps_step(load_state_dict: Any) -> Any:
-    @functools.wraps(load_state_dict)
-    @torch.no_grad()  # in fp32 the shards that are loaded into are views of the model's leaves
-    def load(self: Any, state_dict: Any) -> None:
-        load_state_dict(self, state_dict)
-        for group in self.optimizer.param_groups:
-            for shard in group["params"]:
-                self.optimizer.state[shard]["step"] = torch.tensor(float(group["step"]))
-
-    return load
-
-
-def _leaves_step_alone(set_states: Any) -> Any:
-    @functools.wraps(set_states)
-    def set_without_step(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
-        set_states(self, model_param, {**tensors, "step": None})  # what is no tensor is skipped
-
-    return set_without_step
-
-
 MEGATRON_PATCHES: tuple[Patch, ...] = (
     Patch(
         "megatron.training.initialize:initialize_megatron",
@@ -109,27 +65,6 @@ MEGATRON_PATCHES: tuple[Patch, ...] = (
         "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
         _norm_with_sequence_parallel,
         "the local norm refuses sequence parallelism although it needs no more than the mark on its weights",
-        _READ_IN,
-    ),
-    Patch(
-        "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.state_dict",
-        _state_dict_before_first_step,
-        "without TransformerEngine and Apex a checkpoint can't be loaded before the first step: there is no "
-        "state yet to read 'step' from",
-        _READ_IN,
-    ),
-    Patch(
-        "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.load_state_dict",
-        _load_keeps_step,
-        "without TransformerEngine and Apex all parameters come to share one 'step' tensor, which then counts "
-        "once for each of them, and which a placeholder 0 overwrites, so that Adam restarts its bias correction",
-        _READ_IN,
-    ),
-    Patch(
-        "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._set_main_param_and_optimizer_states",
-        _leaves_step_alone,
-        "without TransformerEngine and Apex a fully_reshardable checkpoint can't be loaded: 'step' is wanted here, "
-        "where only tensors with a shape are given",
         _READ_IN,
     ),
 )

@@ -8,7 +8,9 @@ that).
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -17,6 +19,8 @@ from megatron.training import get_args, training
 
 from tests.harness.reference import Reference
 from tests.harness.results import RankResult, Weights
+
+EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
 def install(reference: Reference, result: RankResult, initial: Weights | None) -> None:
@@ -45,6 +49,11 @@ class Oracle:
         self.reference, self.model, self.args = reference, model, get_args()
         self.parameters = dict(model.named_parameters())
         assert all(p.dtype == torch.float32 for p in self.parameters.values()), "the oracle is for fp32"
+        self.leaves = dict(self.parameters)  # what gradients are taken of
+        if reference.tied_apart:
+            assert OUTPUT not in self.parameters, "the embeddings aren't tied"
+            self.leaves[OUTPUT] = output = self.parameters[EMBEDDING].detach().clone().requires_grad_()
+            model.shared_embedding_or_output_weight = lambda: output
         start = initial if initial is not None else {n: p.detach() for n, p in self.parameters.items()}
         assert start.keys() == self.parameters.keys(), (
             f"initial weights: {sorted(start.keys() ^ self.parameters.keys())}"
@@ -82,20 +91,24 @@ class Oracle:
         result.final = self.versions[-1]
 
     def gradients(self, k: int, forward_step: Any, data: Any, microbatches: int) -> tuple[float, Weights]:
-        """Loss and gradient of batch k at W(k): microbatch after microbatch, summed from zero."""
+        """Loss and gradient of batch k at W(k): for each replica microbatch after microbatch, summed from zero."""
         version = self.versions[self.reference.version(k, len(self.microbatches))]
-        for name, p in self.parameters.items():
-            p.data.copy_(version[name])
-        total = {n: torch.zeros_like(p) for n, p in self.parameters.items()}
-        reports = []
-        for _ in range(microbatches):
+        for name, p in self.leaves.items():
+            p.data.copy_(version[name] if name in version else version[EMBEDDING])
+        replicas = self.reference.replicas
+        sums = [{n: torch.zeros_like(p) for n, p in self.leaves.items()} for _ in range(replicas)]
+        reports: list[list] = [[] for _ in range(replicas)]
+        for m in range(microbatches):
             output, loss_function = forward_step(data, self.model)
             loss, tokens, report = loss_function(output)
-            loss = loss / torch.clamp(tokens, min=1) / microbatches
-            for name, g in zip(total, torch.autograd.grad(loss, list(self.parameters.values())), strict=True):
-                total[name].add_(g)
-            reports.append(report["lm loss"])
-        summed = torch.vstack(reports).sum(dim=0)
+            loss = loss / torch.clamp(tokens, min=1) / (microbatches // replicas)
+            for name, g in zip(self.leaves, torch.autograd.grad(loss, list(self.leaves.values())), strict=True):
+                sums[m % replicas][name].add_(g)
+            reports[m % replicas].append(report["lm loss"])
+        total = {n: added(one[n] * (1 / replicas) for one in sums) for n in self.leaves}
+        if self.reference.tied_apart:
+            total[EMBEDDING] = total[EMBEDDING] + total.pop(OUTPUT)
+        summed = added(torch.vstack(of_one).sum(dim=0) for of_one in reports)
         return (summed[0] / summed[1]).item(), total
 
     def norm(self, gradients: Weights) -> float:
@@ -144,6 +157,11 @@ class Oracle:
         last, self.last_gradient[name] = self.last_gradient[name], g.to(self.reference.feedback_dtype)
         lam = self.reference.correction(k, len(self.microbatches))
         return g if lam is None else g + lam * (g - last)
+
+
+def added(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Their sum, from the first to the last."""
+    return functools.reduce(torch.add, tensors)
 
 
 def microbatches_of_batches(args: Any) -> list[int]:

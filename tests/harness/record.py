@@ -59,6 +59,8 @@ class Recorder:
         """The model exists and has not run: put in the given weights, take a copy, listen to the first optimizer."""
         self.model, result = model, self.result
         result.pipeline_rank = mpu.get_pipeline_model_parallel_rank()
+        result.tensor_rank = mpu.get_tensor_model_parallel_rank()
+        result.splits = {n: (p.partition_dim, p.partition_stride) for n, p in named(model) if is_split(p)}
         result.tied = not get_args().untie_embeddings_and_output_weights
         numbers = [m.layer_number for chunk in model for m in chunk.modules() if hasattr(m, "self_attention")]
         result.layer_offset = min(numbers, default=1) - 1
@@ -91,6 +93,11 @@ def named(model: list[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
         prefix = f"chunk{i}." if len(model) > 1 else ""
         yield from ((prefix + n, p) for n, p in chunk.named_parameters())
         yield from ((prefix + n, b) for n, b in chunk.named_buffers() if n.endswith("expert_bias"))
+
+
+def is_split(weight: torch.Tensor) -> bool:
+    """Whether the ranks of a tensor-parallel group hold different parts of it."""
+    return bool(getattr(weight, "tensor_model_parallel", False)) and mpu.get_tensor_model_parallel_world_size() > 1
 
 
 def weights(model: list[torch.nn.Module]) -> Weights:

@@ -25,6 +25,10 @@ class Reference:
             stage.
         norm_dtype: "float32" sums the norm's squares as Megatron does, "float64" as the plugin's step in two halves
             does. None is the one of the two that belongs to the delay.
+        replicas: for the oracle, which computes all of them: the data-parallel replicas, to which microbatches go in
+            turn. Each sums its own gradients, and what is stepped with is their mean.
+        tied_apart: for the oracle, with tied embeddings: first and last stage differ, so the gradient of each of the
+            weight's two uses is summed over a batch before the two are added.
     """
 
     delay: int = 0
@@ -37,6 +41,8 @@ class Reference:
     skipped: frozenset[int] = frozenset()
     norm_partition: tuple[tuple[str, ...], ...] | None = None
     norm_dtype: str | None = None
+    replicas: int = 1
+    tied_apart: bool = False
 
     @property
     def exact_norm(self) -> bool:

@@ -31,6 +31,9 @@ class RankResult:
         skipped: the batches whose update was skipped (mode "plugin").
         learning_rates: the rate of each step of the first inner optimizer, read as the step starts.
         layer_offset: global number of this stage's first layer.
+        tensor_rank: within its tensor-parallel group.
+        splits: for each weight that tensor parallelism splits, the dimension, and in how many parts that are split
+            one by one (two for the gate and the other half of a SwiGLU).
         masters: final fp32 masters, where the optimizer keeps some.
         actions: the plan's actions as executed (mode "plugin").
         extra: whatever a hook wants to hand out.
@@ -39,6 +42,8 @@ class RankResult:
     rank: int = 0
     pipeline_rank: int = 0
     layer_offset: int = 0
+    tensor_rank: int = 0
+    splits: dict[str, tuple[int, int]] = field(default_factory=dict)
     tied: bool = False
     losses: list[float | None] = field(default_factory=list)
     grad_norms: list[float | None] = field(default_factory=list)
@@ -93,27 +98,45 @@ class Run:
         return self.last.learning_rates
 
     def merged(self, kind: str) -> Weights:
-        """`initial`, `final` or `masters` of a run without TP and EP, named as with one stage.
+        """`initial`, `final` or `masters` of a run without expert parallelism, named and whole as with one process.
 
-        With tied embeddings the last stage's copy is checked against the first stage's and left out.
+        Replicas are checked against each other. With tied embeddings the last stage's copy is checked against the
+        first stage's and left out.
         """
         merged: Weights = {}
+        shards: dict[str, dict[int, torch.Tensor]] = {}  # by tensor-parallel rank, where each has its own
+        splits: dict[str, tuple[int, int]] = {}
         for rank in self.ranks:
+            splits |= {renumber(name, rank.layer_offset): split for name, split in rank.splits.items()}
             for name, tensor in rank.named(kind).items():
-                if rank.tied and name == "output_layer.weight":
-                    first = next(r.named(kind)["embedding.word_embeddings.weight"] for r in self.ranks)
-                    assert torch.equal(tensor, first), f"tied embeddings differ ({kind})"
-                    continue
-                if name in merged:
-                    assert torch.equal(tensor, merged[name]), f"rank {rank.rank}: replicas of {name} differ ({kind})"
-                merged[name] = tensor
+                place = shards.setdefault(name, {})
+                shard = rank.tensor_rank if name in splits else 0
+                assert torch.equal(tensor, place.setdefault(shard, tensor)), (
+                    f"rank {rank.rank}: replicas of {name} differ ({kind})"
+                )
+        for name, of_ranks in shards.items():
+            merged[name] = joined([of_ranks[shard] for shard in sorted(of_ranks)], *splits.get(name, (0, 1)))
+        if any(rank.tied for rank in self.ranks) and (copy := merged.pop("output_layer.weight", None)) is not None:
+            assert torch.equal(copy, merged["embedding.word_embeddings.weight"]), f"tied embeddings differ ({kind})"
         return merged
 
     @property
     def partition(self) -> tuple[tuple[str, ...], ...]:
-        """The global names of each stage's parameters (for Reference.norm_partition); one tuple per stage."""
-        stages = {rank.pipeline_rank: tuple(rank.named("initial")) for rank in self.ranks}
-        return tuple(stages[stage] for stage in sorted(stages))
+        """The global names of each stage's parameters (for Reference.norm_partition); one tuple per stage.
+
+        A tied weight counts on the first stage only.
+        """
+        merged = self.merged("initial")
+        stages = {rank.pipeline_rank: [name for name in rank.named("initial") if name in merged] for rank in self.ranks}
+        return tuple(tuple(stages[stage]) for stage in sorted(stages))
+
+
+def joined(shards: list[torch.Tensor], dim: int, parts: int) -> torch.Tensor:
+    """The whole tensor of a tensor-parallel group's shards, each of which holds its share of every part in turn."""
+    if len(shards) == 1:
+        return shards[0]
+    chunks = [shard.chunk(parts, dim) for shard in shards]
+    return torch.cat([torch.cat(part, dim) for part in zip(*chunks, strict=True)], dim)
 
 
 def renumber(name: str, offset: int) -> str:
