@@ -8,20 +8,17 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
-import os
 import shlex
-import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_asyncpp import corpus
 from megatron_asyncpp.errors import AsyncPPError
+from megatron_asyncpp.processes import exit_on_signals, free_port, started
 from megatron_asyncpp.study_report import SCHEDULES, Run, latest_iteration, write_report
 
 STAGES = 2
@@ -92,10 +89,7 @@ def main(args: argparse.Namespace) -> int:
         raise AsyncPPError(f"--iters {args.iters} is too few to compare anything: give at least {_MINIMUM_ITERATIONS}.")
     if importlib.util.find_spec("matplotlib") is None:
         raise AsyncPPError("The study draws its curves with matplotlib: pip install matplotlib.")
-    # A plain `kill`, or a terminal that is closed, shall end the runs too, as Ctrl-C does.
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup's doing, and to be left so
-            signal.signal(number, lambda number, frame: sys.exit(128 + number))
+    exit_on_signals()
     try:
         return _study(args.out, args.iters, args.seed)
     except KeyboardInterrupt:
@@ -162,12 +156,12 @@ def _train(plans: list[_Plan], iterations: int, logs: Path) -> list[Run]:
             bar.set_description(f"{plan.name} ({number + 1}/{len(plans)})", refresh=False)
             command = [
                 *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(STAGES)),
-                *("--master-addr", "127.0.0.1", "--master-port", str(_free_port())),
+                *("--master-addr", "127.0.0.1", "--master-port", str(free_port())),
                 *("-m", "megatron_asyncpp", "run", "--cpu", "pretrain_gpt", *plan.flags),
             ]
             log = logs / plan.log
             began = time.monotonic()
-            with log.open("ab") as file, _started(command, file) as process:
+            with log.open("ab") as file, started(command, file) as process:
                 _follow(process, log, bar, number * iterations, wait)
             if process.returncode:
                 bar.close()
@@ -181,40 +175,6 @@ def _train(plans: list[_Plan], iterations: int, logs: Path) -> list[Run]:
         bar.set_description("all runs", refresh=False)
         bar.set_postfix_str("")
     return runs
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-@contextlib.contextmanager
-def _started(command: list[str], output: Any) -> Iterator[subprocess.Popen[bytes]]:
-    """A child process, gone at the end with all that it started, whatever happens."""
-    import psutil
-
-    # A session of its own: a Ctrl-C in the terminal reaches only us, and the children are stopped in one way only.
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=subprocess.STDOUT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        start_new_session=True,
-    )
-    try:
-        yield process
-    finally:
-        if process.poll() is None:
-            root = psutil.Process(process.pid)
-            # Listed before the first is stopped: a child whose parent is gone can't be found any more.
-            family = [*root.children(recursive=True), root]
-            for stop in (psutil.Process.terminate, psutil.Process.kill):
-                for member in family:
-                    with contextlib.suppress(psutil.NoSuchProcess):
-                        stop(member)
-                _, family = psutil.wait_procs(family, timeout=5)
 
 
 def _follow(process: subprocess.Popen[bytes], log: Path, bar: Any, done: int, wait: float) -> None:

@@ -291,22 +291,3 @@ def test_a_signal_ends_the_run(arguments: argparse.Namespace, tmp_path: Path, nu
         _, errors = process.communicate(timeout=30)
     assert process.returncode == code and "Traceback" not in errors
     assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
-
-
-def test_an_interrupt_ends_children_and_grandchildren() -> None:
-    # The grandchild ignores SIGTERM and is in a session of its own, as torchrun's workers are.
-    ignore = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True)"
-    grandchild = f"{ignore}; time.sleep(60)"
-    child = (
-        "import subprocess, sys, time; "
-        f"p = subprocess.Popen([sys.executable, '-c', {grandchild!r}], start_new_session=True); time.sleep(60)"
-    )
-    with pytest.raises(KeyboardInterrupt), study._started([sys.executable, "-c", child], subprocess.PIPE) as process:
-        assert process.stdout is not None and process.stdout.readline() == b"up\n"
-        family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-        assert len(family) == 2
-        raise KeyboardInterrupt
-    deadline = time.monotonic() + 5
-    while any(member.is_running() and member.status() != psutil.STATUS_ZOMBIE for member in family):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
