@@ -92,6 +92,10 @@ def total(
 ) -> Generator[Handle, None, list[float]]:
     """Sum figures over all ranks of the run: within the stage first, then over the stages of each pipeline.
 
+    The ranks of a stage have just reduced their gradients together, so the first sum is not worth a handle. It must not
+    have one either: a rank that waits for a message before it is asked again, of a stage that waits for the second sum,
+    would never come to start that.
+
     Args:
         figures: (n,), fp64, on this rank's device; overwritten.
         stage: all ranks of this stage.
@@ -101,8 +105,8 @@ def total(
         The n sums, the same bits on every rank.
     """
     if stage.size() > 1:
-        yield torch.distributed.all_reduce(figures, group=stage, async_op=True)
-    if figures.is_cuda:
+        torch.distributed.all_reduce(figures, group=stage)  # a GPU's stream waits for it, not its host
+    if figures.is_cuda:  # copied in the order of the stream, before any kernel that waits for a message
         host = torch.empty(figures.shape, dtype=figures.dtype, pin_memory=True)
         host.copy_(figures, non_blocking=True)
         yield _Event()

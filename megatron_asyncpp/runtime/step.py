@@ -276,7 +276,7 @@ class TwoHalfStep(Step):
     def _agree(self, gradients: Gradients) -> Generator[Handle, None, list[float]]:
         tied = None if self._tied is None else self._tied.start(gradients)
         if tied is not None and self._tied is not None and self._tied.counts:
-            yield tied  # its squares are those of the sum
+            tied.wait()  # its squares are those of the sum, which the last stage began to make when its batch ended
         requests = [float(request) for request in self._requests()]
         figures = figures_of(gradients, self._replicas, self._count_zeros, requests)
         sums = yield from total(figures, self._stage, self._pipeline)

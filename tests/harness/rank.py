@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import importlib
+import inspect
 import multiprocessing
 import os
 import pickle
@@ -111,4 +112,4 @@ def call(hooks: str | Callable | None, result: RankResult) -> None:
     if isinstance(hooks, str):
         module, _, name = hooks.partition(":")
         hooks = getattr(importlib.import_module(module), name)
-    hooks(result) if hooks.__code__.co_argcount else hooks()
+    hooks(result) if inspect.signature(hooks).parameters else hooks()

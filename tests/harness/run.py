@@ -69,8 +69,8 @@ def run(
             references.
         reference: what the fixture and the oracle compute.
         initial: weights to start from, with global layer numbers, as Run.merged("initial") gives them.
-        hooks: "module:function", or a module-level function: called in each rank after installation and before
-            training. If it takes an argument, that is the rank's RankResult.
+        hooks: "module:function", or a module-level function or a partial of one: called in each rank after
+            installation and before training. If it takes an argument, that is the rank's RankResult.
         entry: module whose main() trains as sys.argv says; by default the plugin's own entry in mode "plugin", else
             tests.harness.entry.
         timeout: seconds until all ranks are killed and RankError is raised.
