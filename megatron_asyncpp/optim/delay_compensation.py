@@ -46,7 +46,7 @@ class DelayCompensation(Correction):
             gradient, change = p.grad, self._kept(p)
             self._before.append((p, p.detach().clone(), gradient))
             if self.correcting and change is not None:
-                p.grad = gradient + self._lam * gradient * gradient * change
+                p.grad = (self._lam * gradient).mul_(gradient).mul_(change).add_(gradient)  # without more temporaries
 
     def _after_step(self) -> None:
         for p, before, gradient in self._before:

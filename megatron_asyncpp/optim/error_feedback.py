@@ -49,10 +49,17 @@ class ErrorFeedback(Correction):
         for p, before in self._before:
             update = before.sub_(p)
             if self.correcting:
-                previous = self._kept(p)
-                p.sub_(self._lam * (update if previous is None else update - previous))
+                p.sub_(self._change(p, update))
             self._keep(p, update)
         self._before = []
+
+    def _change(self, p: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
+        """Lam * (u - u_prev), in the memory of u_prev if it can hold that, since u takes its place."""
+        previous = self._kept(p)
+        if previous is None:
+            return self._lam * update
+        out = previous if previous.dtype == update.dtype else None
+        return torch.sub(update, previous, out=out).mul_(self._lam)
 
 
 class GradientErrorFeedback(Correction):
@@ -86,7 +93,8 @@ class GradientErrorFeedback(Correction):
             self._exact.append((p, gradient))
             if self.correcting:
                 previous = self._kept(p)
-                p.grad = gradient + self._lam * (gradient if previous is None else gradient - previous)
+                change = gradient.clone() if previous is None else gradient - previous
+                p.grad = change.mul_(self._lam).add_(gradient)
 
     def _after_step(self) -> None:
         for p, gradient in self._exact:
