@@ -5,6 +5,10 @@
 nothing of Megatron changes.
 """
 
+from megatron_asyncpp.state import declare_state
+
+__all__ = ["declare_state", "install"]
+
 __version__ = "0.1.0"
 
 

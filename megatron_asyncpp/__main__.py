@@ -25,6 +25,7 @@ COMMANDS = {
     "run": Command("megatron_asyncpp.launch", "run a Megatron entry script with the plugin installed", verbatim=True),
     "timeline": Command("megatron_asyncpp.timeline_command", "draw how the stages of a schedule spend their time"),
     "simulate": Command("megatron_asyncpp.simulate_command", "predict what a schedule costs, without running it"),
+    "doctor": Command("megatron_asyncpp.doctor", "say what is in a checkpoint folder, and whether it is complete"),
     "corpus": Command("megatron_asyncpp.corpus", "make Megatron .bin/.idx files from text files"),
     "study": Command("megatron_asyncpp.study", "train synchronously and asynchronously on a corpus, and compare"),
 }

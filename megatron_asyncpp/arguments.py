@@ -34,6 +34,7 @@ class AsyncPPConfig:
         skip_nonfinite: whether an update is skipped if a gradient isn't finite.
         sync_start: the first so many iterations are synchronous.
         sync_cooldown: the last so many iterations are synchronous.
+        eval_weights: what evaluations run on, "newest" or "stale": those that the next batch trains on.
     """
 
     name: str
@@ -47,11 +48,22 @@ class AsyncPPConfig:
     skip_nonfinite: bool
     sync_start: int
     sync_cooldown: int
+    eval_weights: str
 
     @property
     def schedule(self) -> Schedule:
         """The schedule of that name."""
         return _BLOCKING[self.name] if self.blocking_step else RUNNABLE[self.name]
+
+    def correction(self) -> str:
+        """The correction for the delay, in words."""
+        if self.delay_compensation is not None:
+            return f"delay compensation (DC-ASGD) lambda {self.delay_compensation:g}"
+        if self.error_feedback is None:
+            return "Error Feedback off"
+        on, kept = ("", "update") if self.error_feedback_on == "update" else (" on the gradient", "gradient")
+        precision = "" if self.error_feedback_dtype == "fp32" else f", last {kept} kept in {self.error_feedback_dtype}"
+        return f"Error Feedback{on} lambda {self.error_feedback:g}{precision}"
 
 
 def add_arguments(parser: ArgumentParser) -> ArgumentParser:
@@ -128,6 +140,13 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         "--no-check-for-nan-in-loss-and-grad, since Megatron's check ends the run.",
     )
     group.add_argument(
+        f"{PREFIX}eval-weights",
+        choices=["newest", "stale"],
+        default=None,
+        help="What evaluations run on, the newest weights if left out. stale are the older ones that the next batch "
+        "trains on, where there are any: after a synchronous iteration, and at the end of a run, there are none.",
+    )
+    group.add_argument(
         f"{PREFIX}check-versions",
         action="store_true",
         help="Debug mode: check that every backward uses the very weights that its forward used. Slow.",
@@ -151,7 +170,14 @@ def config_from(args: Namespace) -> AsyncPPConfig | None:
         skip_nonfinite=args.asyncpp_skip_nonfinite,
         sync_start=args.asyncpp_sync_start_iters,
         sync_cooldown=args.asyncpp_sync_cooldown_iters,
+        eval_weights=args.asyncpp_eval_weights or "newest",
     )
+
+
+def config_of_saved(args: Namespace) -> AsyncPPConfig | None:
+    """The same from the arguments in a checkpoint, which may be of a version of the plugin that had fewer flags."""
+    defaults = add_arguments(ArgumentParser(add_help=False)).parse_args([])
+    return config_from(Namespace(**(vars(defaults) | vars(args))))
 
 
 def check(args: Namespace, argv: list[str]) -> None:
@@ -181,6 +207,7 @@ def check(args: Namespace, argv: list[str]) -> None:
             "skip_nonfinite",
             "sync_start_iters",
             "sync_cooldown_iters",
+            "eval_weights",
         ):
             value = getattr(args, f"asyncpp_{name}")
             if value is not None and (value or isinstance(value, float)):
@@ -227,6 +254,11 @@ def _check_step(args: Namespace) -> None:
                 f"{PREFIX}{name.replace('_', '-')} is about the optimizer step in two halves, and {PREFIX}schedule "
                 f"{args.asyncpp_schedule} makes Megatron's own: use {PREFIX}schedule 2bw, or leave it out"
             )
+    if args.asyncpp_eval_weights is not None and RUNNABLE[args.asyncpp_schedule].delay == 0:
+        raise AsyncPPError(
+            f"{PREFIX}eval-weights chooses between two versions of the weights, and {PREFIX}schedule "
+            f"{args.asyncpp_schedule} has one: use {PREFIX}schedule 2bw, or leave it out"
+        )
     if args.asyncpp_skip_nonfinite and args.check_for_nan_in_loss_and_grad:
         raise AsyncPPError(
             f"{PREFIX}skip-nonfinite would never skip, since Megatron's own check ends the run at the first gradient "

@@ -5,7 +5,6 @@ A combination that isn't known to train exactly what was asked for is refused, n
 
 from __future__ import annotations
 
-import os
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -38,11 +37,6 @@ def _given(name: str, default: Any = None) -> Callable[[Namespace], bool]:
     return lambda args: getattr(args, name, default) not in (None, False, default)
 
 
-def _continues_a_checkpoint(args: Namespace) -> bool:
-    marker = "latest_checkpointed_iteration.txt"
-    return args.load is not None and not args.finetune and os.path.exists(os.path.join(args.load, marker))
-
-
 def _shards_weights(args: Namespace) -> bool:
     # Megatron's validation sets the number to the tensor-parallel size if it wasn't given.
     return args.tensor_parallel_num_weight_shards not in (None, args.tensor_model_parallel_size)
@@ -53,11 +47,20 @@ def _skips_where_megatron_fails(args: Namespace) -> bool:
     return bool(args.iterations_to_skip) and args.pipeline_model_parallel_size > 2
 
 
+def _saves_in_another_format(args: Namespace) -> bool:
+    return getattr(args, "ckpt_format", "torch_dist") not in ("torch", "torch_dist")
+
+
+def _wants_no_other_keys(args: Namespace) -> bool:
+    return getattr(args, "dist_ckpt_strictness", None) in ("raise_unexpected", "raise_all")
+
+
 def _gathers_layer_wise(args: Namespace) -> bool:
     return bool(args.overlap_param_gather) and args.optimizer != "adam"
 
 
 _DROP = "leave the flag out"
+_ONE_BATCH_A_CALL = "it takes each call of the schedule to run the forwards of one batch, and of no other"
 _OVER_ITERATIONS = "it keeps state over an iteration, in which forwards of two batches interleave"
 
 REFUSALS: tuple[Refusal, ...] = (
@@ -117,18 +120,64 @@ REFUSALS: tuple[Refusal, ...] = (
         "with more than two stages Megatron reads data on stages that have none, and fails",
         _DROP,
     ),
-    Refusal(
-        "--load",
-        _continues_a_checkpoint,
-        "the folder holds a checkpoint, and continuing needs its older weights as well, which aren't saved yet",
-        "name an empty folder, or add --finetune to start anew from its weights",
-    ),
     Refusal("--use-checkpoint-args", _given("use_checkpoint_args"), "it changes arguments after their checks", _DROP),
+    *(
+        Refusal(flag, _given(name), _ONE_BATCH_A_CALL, _DROP)
+        for flag, name in {
+            "--moe-expert-rank-capacity-factor": "moe_expert_rank_capacity_factor",
+            "--moe-paged-stash": "moe_paged_stash",
+            "--moe-enable-routing-replay": "moe_enable_routing_replay",
+            "--moe-routing-trace-path": "moe_routing_trace_path",
+        }.items()
+    ),
+    *(
+        Refusal(flag, _given(name), "experts' weights are views of a tensor that has no second version yet", _DROP)
+        for flag, name in {
+            "--moe-single-grouped-weight": "moe_single_grouped_weight",
+            "--moe-single-grouped-bias": "moe_single_grouped_bias",
+        }.items()
+    ),
     Refusal(
-        "--num-experts",
-        _given("num_experts"),
-        "a router's counters and losses would be those of two batches at once",
-        "train a dense model",
+        "--transformer-impl inference_optimized",
+        lambda args: args.transformer_impl == "inference_optimized",
+        "its buffers alias the experts' parameters, and would stay at an older version",
+        "use another --transformer-impl",
+    ),
+    Refusal(
+        "--moe-flex-dispatcher-backend ncclep",
+        lambda args: args.moe_flex_dispatcher_backend == "ncclep",
+        "it needs --moe-expert-rank-capacity-factor, which is refused",
+        "use another backend",
+    ),
+    Refusal(
+        "--ckpt-format",
+        _saves_in_another_format,
+        "the stale weights would be left out of the checkpoint",
+        "use torch_dist or torch",
+    ),
+    Refusal(
+        "--ckpt-assume-constant-structure",
+        _given("ckpt_assume_constant_structure"),
+        "whether stale weights belong into a checkpoint changes during a run",
+        _DROP,
+    ),
+    Refusal(
+        "--non-persistent-ckpt-type",
+        lambda args: getattr(args, "non_persistent_ckpt_type", None) not in (None, "global"),
+        "the stale weights are read from a checkpoint that all ranks see",
+        "use global",
+    ),
+    Refusal(
+        "--dist-ckpt-strictness",
+        _wants_no_other_keys,
+        "the stale weights are read apart from Megatron's own keys, to which they are unexpected",
+        "use another value",
+    ),
+    Refusal(
+        "--ckpt-convert-format",
+        _given("ckpt_convert_format"),
+        "the stale weights would be left out of the new checkpoint",
+        "leave out --asyncpp-schedule too, and go on from the newest weights",
     ),
     *(
         Refusal(flag, _given(name), _OVER_ITERATIONS, _DROP)
@@ -140,6 +189,7 @@ REFUSALS: tuple[Refusal, ...] = (
             "--delay-wgrad-compute": "delay_wgrad_compute",
             "--defer-embedding-wgrad-compute": "defer_embedding_wgrad_compute",
             "--overlap-moe-expert-parallel-comm": "overlap_moe_expert_parallel_comm",
+            "--overlap-dispatch-backward-with-experts-wgrad": "overlap_dispatch_backward_with_experts_wgrad",
             "--fine-grained-activation-offloading": "fine_grained_activation_offloading",
             "--save-activations-interval": "save_activations_interval",
             "--save-dgrads-interval": "save_dgrads_interval",

@@ -163,21 +163,6 @@ def test_dropout_draws_the_same_masks_as_the_flushed_loop() -> None:
     assert done.losses != rows.plugin(2, 4).losses, "dropout was off"
 
 
-def test_a_checkpoint_that_the_command_line_doesnt_show_is_not_continued(tmp_path: Path) -> None:
-    """Megatron finds a checkpoint by ``--ckpt-step`` too; without its older weights losses would change silently."""
-    save = ("--save", str(tmp_path), "--save-interval", "2", "--ckpt-format", "torch_dist")
-    run(tiny_flags(2, 4, iterations=4, extra=save), 2, "megatron")
-    (tmp_path / "latest_checkpointed_iteration.txt").unlink()
-    load = ("--load", str(tmp_path), "--ckpt-step", "2", "--ckpt-format", "torch_dist", *rows.TWO_BW)
-    done = run(tiny_flags(2, 4, iterations=4, extra=load), 2, hooks="tests.faults:leave_at_once", check=False)
-    assert [rank.exit_code for rank in done.ranks] == [2, 2]
-    assert (
-        "continues a checkpoint at iteration 2, but an asynchronous run needs the older weights" in done.ranks[0].stderr
-    )
-    assert not done.losses
-    run(tiny_flags(2, 4, iterations=4, extra=(*load, "--finetune")), 2)
-
-
 def test_a_model_whose_forward_changes_a_buffer_is_refused_by_name() -> None:
     with pytest.raises(RankError, match=r"changes the buffer .*decoder\.layers\.0\.running"):
         run(tiny_flags(2, 4, extra=rows.TWO_BW), 2, hooks="tests.faults:add_running_mean")

@@ -29,12 +29,20 @@ FLAGS = (
     *("--log-interval", "1", "--exit-signal-handler", "--exit-duration-in-mins", "60"),
 )
 DISTRIBUTED = ("--use-distributed-optimizer",)
+EXPERTS = (
+    *("--num-experts", "4", "--moe-ffn-hidden-size", "32", "--moe-aux-loss-coeff", "0.1", "--moe-z-loss-coeff", "0.1"),
+    *("--moe-router-enable-expert-bias", "--moe-router-score-function", "sigmoid"),
+)
 # Each way of clipping and of summing a tied embedding that Megatron's optimizers have, in as few runs as that takes.
 TOPOLOGIES: dict[str, tuple[int, tuple[str, ...], dict[str, Any]]] = {
     "pp2 tied": (2, (), {"tied": True}),
     "pp4": (4, (), {"stages": 4}),
     "dp2 pp2 tied distributed": (4, DISTRIBUTED, {"data_parallel": 2, "tied": True}),
     "tp2 pp2 tied muon": (4, rows.MUON, {"tensor": 2, "tied": True}),
+    "ep2 pp2 distributed": (
+        *(4, (*EXPERTS, *DISTRIBUTED, "--expert-model-parallel-size", "2")),
+        {"data_parallel": 2},
+    ),
     "dp2 pp2 distributed muon bf16": (4, (*DISTRIBUTED, *rows.MUON), {"data_parallel": 2, "bf16": True}),
 }
 
@@ -92,6 +100,11 @@ PUT_BACK: dict[str, tuple[Callable, tuple[str, ...], set[tuple[str, ...]]]] = {
         },
     }.items()
 } | {
+    "core.transformer.moe.moe_logging:MoEMetricsTracker.report": (
+        functools.partial(put_back.record_of, "megatron.core.transformer.moe.moe_logging:MoEMetricsTracker.report"),
+        EXPERTS,
+        {("_sync_metrics", "report")},
+    ),
     "embedding sum": (put_back.embedding_sum, (), {("_allreduce_embedding_grad", "_allreduce_word_embedding_grads")}),
     "gradient norm": (put_back.gradient_norm, (), {("get_grad_norm_fp32", "get_grad_norm")}),
     "wait in begin": (put_back.wait_in_begin, (), {("start", "_agree"), ("total", "_agree")}),

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -38,7 +37,19 @@ TRIGGERS = {
     "--rerun-mode": ["--rerun-mode", "validate_results"],
     "--rampup-batch-size": ["--rampup-batch-size", "4", "4", "16"],
     "--use-checkpoint-args": ["--use-checkpoint-args"],
-    "--num-experts": ["--num-experts", "4"],
+    "--moe-expert-rank-capacity-factor": ["--moe-expert-rank-capacity-factor", "1.5"],
+    "--moe-paged-stash": ["--moe-paged-stash"],
+    "--moe-enable-routing-replay": ["--moe-enable-routing-replay"],
+    "--moe-routing-trace-path": ["--moe-routing-trace-path", "somewhere"],
+    "--moe-single-grouped-weight": ["--moe-single-grouped-weight"],
+    "--moe-single-grouped-bias": ["--moe-single-grouped-bias"],
+    "--transformer-impl inference_optimized": ["--transformer-impl", "inference_optimized"],
+    "--moe-flex-dispatcher-backend ncclep": ["--moe-flex-dispatcher-backend", "ncclep"],
+    "--ckpt-format": ["--ckpt-format", "torch_dcp"],
+    "--ckpt-assume-constant-structure": ["--ckpt-assume-constant-structure"],
+    "--non-persistent-ckpt-type": ["--non-persistent-ckpt-type", "local"],
+    "--dist-ckpt-strictness": ["--dist-ckpt-strictness", "raise_all"],
+    "--ckpt-convert-format": ["--ckpt-convert-format", "torch"],
     "--mtp-num-layers": ["--mtp-num-layers", "1"],
     "--qk-clip": ["--qk-clip"],
     "--dsa-indexer-loss-coeff": ["--dsa-indexer-loss-coeff", "0.1"],
@@ -46,6 +57,7 @@ TRIGGERS = {
     "--delay-wgrad-compute": ["--delay-wgrad-compute"],
     "--defer-embedding-wgrad-compute": ["--defer-embedding-wgrad-compute"],
     "--overlap-moe-expert-parallel-comm": ["--overlap-moe-expert-parallel-comm"],
+    "--overlap-dispatch-backward-with-experts-wgrad": ["--overlap-dispatch-backward-with-experts-wgrad"],
     "--fine-grained-activation-offloading": ["--fine-grained-activation-offloading"],
     "--save-activations-interval": ["--save-activations-interval", "5"],
     "--save-dgrads-interval": ["--save-dgrads-interval", "5"],
@@ -60,7 +72,7 @@ TRIGGERS = {
     "--vision-pretraining": ["--vision-pretraining"],
     "--freeze-all-layers": ["--freeze-all-layers"],
 }
-DERIVED = {"--iterations-to-skip", "a pipeline layout with several chunks per stage", "--load"}
+DERIVED = {"--iterations-to-skip", "a pipeline layout with several chunks per stage"}
 
 
 def leave_at_once() -> None:
@@ -114,17 +126,6 @@ def test_refused_by_name_and_allowed_without_a_schedule(flag: str, parse: Callab
     assert "; " in str(error.value), "no way out"
 
 
-def test_a_folder_with_a_checkpoint_is_refused_and_an_empty_one_is_not(
-    parse: Callable[..., Namespace], tmp_path: Path
-) -> None:
-    flags = [*tiny_flags(), *rows.TWO_BW, "--load", str(tmp_path)]
-    parse(flags)
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("5")
-    with pytest.raises(AsyncPPError, match=r"--load .* --finetune"):
-        parse(flags)
-    parse([*flags, "--finetune"])
-
-
 def test_skipping_is_refused_where_megatron_fails(parse: Callable[..., Namespace]) -> None:
     skip = [*rows.TWO_BW, "--iterations-to-skip", "3"]
     parse([*tiny_flags(2, 4), *skip], world_size=2)
@@ -136,6 +137,8 @@ def test_skipping_is_refused_where_megatron_fails(parse: Callable[..., Namespace
     ("extra", "message"),
     [
         (["--asyncpp-error-feedback"], "--asyncpp-error-feedback needs a schedule: add --asyncpp-schedule 2bw"),
+        (["--asyncpp-eval-weights", "newest"], "--asyncpp-eval-weights needs a schedule"),
+        (["--asyncpp-schedule", "1f1b", "--asyncpp-eval-weights", "stale"], "1f1b has one"),
         (["--asyncpp-check-versions"], "--asyncpp-check-versions needs a schedule"),
         ([*rows.TWO_BW, "--asyncpp-error-feedback", "-1"], "-1.0 is no strength"),
         ([*rows.TWO_BW, "--asyncpp-error-feedback", "nan"], "nan is no strength"),

@@ -69,6 +69,25 @@ def test_masters_elsewhere_need_no_copy() -> None:
     assert torch.equal(weight, torch.arange(6.0).view(2, 3))
 
 
+def test_buffers_that_are_weights_have_versions_and_start_from_the_newest() -> None:
+    weight, bias = torch.nn.Parameter(torch.ones(3)), torch.zeros(2)
+    ring = WeightRing([weight], [], 2, newest=0, buffers=[bias])
+    assert not ring.steps_in_place, "no optimizer steps them"
+    assert ring.extra_bytes == 4 * (3 + 2)
+    counter = bias._version
+    for k in range(1, 5):
+        with ring.advance():
+            weight.fill_(k)
+            bias.add_(k)
+        assert bias.tolist() == [k * (k + 1) / 2] * 2
+        ring.lend(k - 1)
+        assert bias.tolist() == [k * (k - 1) / 2] * 2
+    assert bias._version == counter, "autograd would take it for an overwritten weight"
+    ring.repeat()
+    assert (ring.newest, bias.tolist()) == (5, [10.0, 10.0])
+    assert ring.find(bias) == (bias, 5)
+
+
 def test_frozen_parameters_have_one_version() -> None:
     frozen = torch.nn.Parameter(torch.ones(3), requires_grad=False)
     ring = WeightRing([frozen], [], 2, newest=0)

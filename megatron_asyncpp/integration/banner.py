@@ -23,6 +23,7 @@ def text(
     optimizers: list[torch.optim.Optimizer],
     argv: list[str],
     waits: list[str],
+    continued: list[str],
 ) -> str:
     """The start-up lines.
 
@@ -33,6 +34,7 @@ def text(
         optimizers: the inner torch optimizers of rank 0.
         argv: the command line, which says what a preset left alone.
         waits: the flags given that bring a part of the bubble back.
+        continued: lines about the checkpoint that is continued.
     """
     stages = parallel_state.get_pipeline_model_parallel_world_size()
     flushed = slowdown.one_f_one_b(stages, microbatches)
@@ -47,12 +49,13 @@ def text(
     lines = [
         f"schedule {config.name}: P = {stages} stages, M = {microbatches} microbatches, "
         f"delay {config.schedule.delay} step(s), {config.schedule.versions(0, stages)} weight version(s), "
-        f"{_correction(config)}",
+        f"{config.correction()}",
         f"predicted slowdown over a pipeline without bubble, if a backward takes twice a forward: "
         f"1F1B {flushed:.3f}, interleaved 1F1B with 2 chunks per stage {interleaved:.3f}, this run {own:.3f} ({cause})",
         f"extra memory against synchronous training: {extra_bytes / 1e6:.1f} MB on the rank that needs most",
         *(f"optimizer {_describe(optimizer)}" for optimizer in optimizers),
     ]
+    lines.extend(continued)
     if config.sync_start or config.sync_cooldown:
         lines.append(f"synchronous: the first {config.sync_start} and the last {config.sync_cooldown} iterations")
     if config.muon_preset is not None:
@@ -71,16 +74,6 @@ def text(
     if config.check_versions:
         lines.append("every backward checks that it uses the weights of its forward (slow)")
     return "\n".join(f"megatron_asyncpp: {line}" for line in lines)
-
-
-def _correction(config: AsyncPPConfig) -> str:
-    if config.delay_compensation is not None:
-        return f"delay compensation (DC-ASGD) lambda {config.delay_compensation:g}"
-    if config.error_feedback is None:
-        return "Error Feedback off"
-    on, kept = ("", "update") if config.error_feedback_on == "update" else (" on the gradient", "gradient")
-    precision = "" if config.error_feedback_dtype == "fp32" else f", last {kept} kept in {config.error_feedback_dtype}"
-    return f"Error Feedback{on} lambda {config.error_feedback:g}{precision}"
 
 
 def _describe(optimizer: torch.optim.Optimizer) -> str:

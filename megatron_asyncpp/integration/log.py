@@ -25,6 +25,7 @@ class LaggingFigures:
     skipped: int = 0
     _last: tuple[int, Outcome] | None = None
     _skipped_since: list[int] = field(default_factory=list)
+    _means: dict[bool, list[tuple[int, dict[str, float]]]] = field(default_factory=lambda: {True: [], False: []})
 
     def add(self, iteration: int, outcome: Outcome, lagging: bool) -> None:
         """Take note of a finished step.
@@ -40,6 +41,16 @@ class LaggingFigures:
             self.skipped += 1
             self._skipped_since.append(iteration)
 
+    def add_means(self, iteration: int, means: dict[str, float], lagging: bool) -> None:
+        """Take note of further figures of a finished step; a line has their means since the line before.
+
+        Args:
+            iteration: that they belong to.
+            means: over the iteration's microbatches, by name.
+            lagging: whether the iteration is over.
+        """
+        self._means[lagging].append((iteration, means))
+
     def text(self) -> str:
         """The fields to add to the line that is printed now, each ending as Megatron's do."""
         fields = []
@@ -52,6 +63,14 @@ class LaggingFigures:
         if self._skipped_since:
             which = ", ".join(map(str, self._skipped_since))
             fields.append(f" update skipped, gradients not finite: iteration {which} ({self.skipped} so far) |")
+        for several in (self._means[True], self._means[False]):
+            if several:
+                (first, names), (last, _) = several[0], several[-1]
+                which = f"iteration {first}" if first == last else f"iterations {first} to {last}"
+                for name in names:
+                    mean = sum(means[name] for _, means in several) / len(several)
+                    fields.append(f" {name}: {mean:.6E} ({which}) |")
+                several.clear()
         self._last, self._skipped_since = None, []
         return "".join(fields)
 

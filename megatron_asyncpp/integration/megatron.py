@@ -14,13 +14,10 @@ from typing import Any
 
 from megatron_asyncpp import arguments, muon_preset
 from megatron_asyncpp.errors import AsyncPPError, leave
+from megatron_asyncpp.integration.checkpoint import CHECKPOINT, expected_keys
+from megatron_asyncpp.integration.moe import LEFT_TO_THE_STEP
 from megatron_asyncpp.integration.patching import VERSIONS, Patch
 from megatron_asyncpp.integration.waits import WAITS
-
-_NO_RESUME = (
-    "an asynchronous run needs the older weights as well, which aren't saved yet: add --finetune to start anew from "
-    "its newest weights, or let --load, --ckpt-step and --non-persistent-* name no checkpoint"
-)
 
 
 def _add_megatron_arguments(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -74,9 +71,6 @@ def _train(original: Callable[..., Any]) -> Callable[..., Any]:
         config = arguments.config_from(args)
         if config is None:
             return original(forward_step_func, model, optimizer, opt_param_scheduler, *positional, **named)
-        if config.schedule.delay and args.iteration:
-            # Megatron finds checkpoints in more ways than a look at --load can foresee.
-            leave(AsyncPPError(f"the run continues a checkpoint at iteration {args.iteration}, but {_NO_RESUME}"))
         with running(config, args, model, optimizer, opt_param_scheduler):
             return original(forward_step_func, model, optimizer, opt_param_scheduler, *positional, **named)
 
@@ -112,12 +106,10 @@ def _optimizer_state_keys(original: property) -> property:
     def optimizer_state_keys(self: Any) -> tuple[str, ...]:
         from megatron.training import get_args
 
-        from megatron_asyncpp.integration.run import state_keys
-
         assert original.fget is not None
         keys: tuple[str, ...] = original.fget(self)
         config = arguments.config_from(get_args())
-        return keys if config is None else (*keys, *state_keys(config))
+        return keys if config is None else (*keys, *expected_keys(config))
 
     return property(optimizer_state_keys, doc=original.__doc__)
 
@@ -161,4 +153,6 @@ PATCHES = (
         VERSIONS,
     ),
     *WAITS,
+    *LEFT_TO_THE_STEP,
+    *CHECKPOINT,
 )

@@ -6,10 +6,10 @@ import copy
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core import num_microbatches_calculator, parallel_state
@@ -18,19 +18,23 @@ from megatron.core.utils import unwrap_model
 from megatron.training import print_rank_0
 
 from megatron_asyncpp.arguments import AsyncPPConfig
-from megatron_asyncpp.integration import banner, exits
+from megatron_asyncpp.integration import banner, checkpoint, exits, moe
 from megatron_asyncpp.integration.log import LaggingFigures
 from megatron_asyncpp.optim.correction import Correction
 from megatron_asyncpp.optim.delay_compensation import DelayCompensation
 from megatron_asyncpp.optim.error_feedback import ErrorFeedback, GradientErrorFeedback
 from megatron_asyncpp.optim.leaves import inner_optimizers, leaves
 from megatron_asyncpp.runtime.agreement import pipeline_group
+from megatron_asyncpp.runtime.batch_state import BatchState
 from megatron_asyncpp.runtime.check import VersionCheck
 from megatron_asyncpp.runtime.gradients import tied_embedding
+from megatron_asyncpp.runtime.module_state import module_state, updates_left_to_the_step
+from megatron_asyncpp.runtime.moe_metrics import MoEMetrics, TrackerPlace
 from megatron_asyncpp.runtime.pipeline import Pipeline
 from megatron_asyncpp.runtime.pointers import pointers
 from megatron_asyncpp.runtime.step import TwoHalfStep, WholeStep
 from megatron_asyncpp.runtime.weights import WeightRing
+from megatron_asyncpp.schedules.actions import Batch
 from megatron_asyncpp.schedules.batches import batches
 from megatron_asyncpp.schedules.exchanges import with_exchanges
 
@@ -38,6 +42,13 @@ _ERROR_FEEDBACK: dict[str, type[ErrorFeedback] | type[GradientErrorFeedback]] = 
     "update": ErrorFeedback,
     "gradient": GradientErrorFeedback,
 }
+
+
+class Iteration(NamedTuple):
+    """Megatron's number of it (from 1 on), and its number of microbatches."""
+
+    number: int
+    microbatches: int
 
 
 @dataclass
@@ -49,17 +60,33 @@ class Run:
         halves: whether the optimizer step has two halves. All ranks then know its figures without asking each other,
             and nothing in Megatron's loop needs to wait for all stages.
         scheduler_step: Megatron's own ``opt_param_scheduler.step``.
-        iterations: of each batch whose step was begun and not logged, Megatron's number of the iteration (from 1 on).
+        state: what batches gather besides gradients; empty unless the step has two halves.
+        metrics: the figures of mixtures of experts that are logged.
+        iterations: of each batch whose step was begun and not logged, the iteration.
         exits: what the ranks have agreed to leave for.
         lagging: figures that are still to be logged.
+        versions: of the weights that each batch runs on, as far as the plan has been read, by batch.
+        weights: what has versions, by its name in the model: parameters, and routers' biases.
     """
 
     pipeline: Pipeline
     halves: bool
     scheduler_step: Callable[[int], None]
-    iterations: dict[int, int] = field(default_factory=dict)
+    state: BatchState = field(default_factory=BatchState)
+    metrics: MoEMetrics = field(default_factory=MoEMetrics)
+    iterations: dict[int, Iteration] = field(default_factory=dict)
     exits: exits.Exits = field(default_factory=exits.Exits)
     lagging: LaggingFigures = field(default_factory=LaggingFigures)
+    versions: dict[int, int] = field(default_factory=dict)
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def needs_stale(self) -> bool:
+        """Whether, between two calls and with no step pending, the next batch runs on older weights than the newest.
+
+        The same on all stages: every plan reads the batches one ahead.
+        """
+        following = self.pipeline.newest
+        return self.versions.get(following, following) < following
 
 
 # The run that Megatron's train() is in, or None: there is one in a process, as there is one train().
@@ -94,7 +121,10 @@ def running(
     """
     global _current
     (chunk,) = model
+    checkpoint.check_buckets(args, optimizer)
     inner = inner_optimizers(optimizer)
+    halves = config.schedule.delay > 0
+    kept = module_state(unwrap_model(chunk))
     ring = WeightRing(
         chunk.parameters(),
         steppable=[p for one in inner for group in one.param_groups for p in group["params"]],
@@ -103,46 +133,76 @@ def running(
         ),
         newest=args.iteration,
         pointers=pointers(chunk, leaves(optimizer)),
+        buffers=tuple(kept.per_version.values()) if halves else (),
     )
-    names = {parameter: name for name, parameter in unwrap_model(chunk).named_parameters()}
+    module = unwrap_model(chunk)
+    named = {name: weight for name, weight in (*module.named_parameters(), *kept.per_version.items())}
+    continues_on_stale = _continues_on_stale(config, args)
+    if continues_on_stale:
+        stale = checkpoint.stale_weights(module)
+        ring.hold_older({weight: stale[name] for name, weight in named.items() if name in stale})
+    versions: dict[int, int] = {}
+    names = {weight: name for name, weight in named.items()}
     corrections = [correction for one in inner for correction in _corrections(config, one)]
-    halves = config.schedule.delay > 0
+    metrics = MoEMetrics.of(args)
+    # Without a delay Megatron switches, sums and updates all of that itself.
+    updates = (*moe.router_updates(chunk), *kept.updates)
+    state = BatchState((*kept.per_batch, TrackerPlace()), updates) if halves else BatchState()
     step = (
-        _two_half_step(config, args, ring, chunk, optimizer, opt_param_scheduler, corrections)
+        _two_half_step(config, args, ring, chunk, optimizer, opt_param_scheduler, corrections, state, metrics)
         if halves
         else WholeStep(ring, chunk, optimizer.step, opt_param_scheduler.step)
     )
     pipeline = Pipeline(
-        with_exchanges(_plan(config, args)),
+        with_exchanges(_plan(config, args, args.iteration - continues_on_stale, versions)),
         chunk,
         ring,
         step,
         VersionCheck(ring, names) if config.check_versions else None,
+        state,
+        kept.per_batch,
+        checkpoint.random_states if args.save else lambda: None,
     )
     extra = ring.extra_bytes + sum(correction.kept_bytes for correction in corrections)
     extra += step.held_bytes if isinstance(step, TwoHalfStep) else 0
     print_rank_0(
-        banner.text(config, _largest(extra), get_num_microbatches(), inner, sys.argv[1:], _waiting_flags(args))
+        banner.text(
+            config,
+            _largest(extra),
+            get_num_microbatches(),
+            inner,
+            sys.argv[1:],
+            _waiting_flags(args),
+            checkpoint.described(config, args.iteration, continues_on_stale),
+        )
     )
 
-    run = Run(pipeline, halves, opt_param_scheduler.step)
+    run = Run(pipeline, halves, opt_param_scheduler.step, state, metrics, versions=versions, weights=named)
 
     def optimizer_step() -> tuple[bool, Any, Any]:
-        run.iterations[pipeline.next_step] = args.curr_iteration + 1
-        outcome = pipeline.optimizer_step(get_num_microbatches() * _samples_per_microbatch(args))
+        microbatches = get_num_microbatches()
+        run.iterations[pipeline.next_step] = Iteration(args.curr_iteration + 1, microbatches)
+        outcome = pipeline.optimizer_step(microbatches * _samples_per_microbatch(args))
         return True, outcome and outcome.grad_norm, outcome and outcome.zeros_in_grad
 
     optimizer.step = optimizer_step
     opt_param_scheduler.step = lambda increment: None  # it advances when a step is finished
     _current = run
     try:
-        yield
+        with updates_left_to_the_step(chunk) if halves else nullcontext():
+            yield
         pipeline.finish_early()  # of a run that ends before its plan
     finally:
         _current = None
         del optimizer.step, opt_param_scheduler.step
         for correction in corrections:
             correction.detach()
+
+
+# All keys under which a correction may keep tensors in an optimizer's state.
+STATE_KEYS = frozenset(
+    {*(correction.STATE_KEY for correction in _ERROR_FEEDBACK.values()), DelayCompensation.STATE_KEY}
+)
 
 
 def state_keys(config: AsyncPPConfig) -> tuple[str, ...]:
@@ -170,7 +230,10 @@ def _two_half_step(
     optimizer: Any,
     opt_param_scheduler: Any,
     corrections: list[Correction],
+    state: BatchState,
+    metrics: MoEMetrics,
 ) -> TwoHalfStep:
+    stage = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
     embedding = parallel_state.get_embedding_group(check_initialized=False)
     return TwoHalfStep(
         ring,
@@ -178,11 +241,13 @@ def _two_half_step(
         optimizer,
         opt_param_scheduler.step,
         corrections,
-        stage=parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True),
+        stage=stage,
         pipeline=pipeline_group(timedelta(minutes=args.distributed_timeout_minutes)),
         tied=tied_embedding(model, leaves(optimizer), embedding),
         skip_nonfinite=config.skip_nonfinite,
         requests=lambda: exits.requested(args),
+        state=state,
+        metrics=lambda: metrics.figures(stage.size()),
     )
 
 
@@ -195,20 +260,40 @@ def _corrections(config: AsyncPPConfig, optimizer: torch.optim.Optimizer) -> Ite
         yield DelayCompensation(optimizer, config.delay_compensation)
 
 
-def _plan(config: AsyncPPConfig, args: Namespace) -> Iterator[Any]:
+def _plan(config: AsyncPPConfig, args: Namespace, oldest: int, versions: dict[int, int]) -> Iterator[Any]:
     return config.schedule.generate(
         parallel_state.get_pipeline_model_parallel_rank(),
         parallel_state.get_pipeline_model_parallel_world_size(),
-        batches(
-            first=args.iteration,
-            last=args.train_iters,
-            microbatches=_microbatches(args),
-            delay=config.schedule.delay,
-            sync_start=config.sync_start,
-            sync_cooldown=config.sync_cooldown,
-            skipped={iteration - 1 for iteration in args.iterations_to_skip},  # Megatron counts these from one
+        _noted(
+            batches(
+                first=args.iteration,
+                last=args.train_iters,
+                microbatches=_microbatches(args),
+                delay=config.schedule.delay,
+                oldest=oldest if oldest < args.iteration else None,
+                sync_start=config.sync_start,
+                sync_cooldown=config.sync_cooldown,
+                skipped={iteration - 1 for iteration in args.iterations_to_skip},  # Megatron counts these from one
+            ),
+            versions,
         ),
     )
+
+
+def _noted(plan: Iterator[Batch], versions: dict[int, int]) -> Iterator[Batch]:
+    """The same batches, of which the version of the last two is noted."""
+    for batch in plan:
+        versions[batch.index] = batch.version
+        versions.pop(batch.index - 2, None)
+        yield batch
+
+
+def _continues_on_stale(config: AsyncPPConfig, args: Namespace) -> bool:
+    """Whether the first batch runs on the version before the newest, which is in the checkpoint that was loaded."""
+    loaded = checkpoint.loaded()
+    saved = bool(args.iteration and loaded is not None and loaded.added is not None and loaded.added["stale"])
+    synchronous = args.iteration <= config.sync_start or args.iteration >= args.train_iters - config.sync_cooldown
+    return saved and config.schedule.delay > 0 and not synchronous
 
 
 def _microbatches(args: Namespace) -> Iterator[int]:

@@ -10,7 +10,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from megatron_asyncpp.integration import log
+from megatron_asyncpp import arguments
+from megatron_asyncpp.integration import log, moe
 from megatron_asyncpp.integration.patching import VERSIONS, Patch
 
 
@@ -65,14 +66,33 @@ def _training_log(original: Callable[..., Any]) -> Callable[..., Any]:
         run = current()
         if run is not None:
             for outcome in run.pipeline.take_outcomes():
-                own = run.iterations.pop(outcome.batch)
+                own, microbatches = run.iterations.pop(outcome.batch)
                 run.exits.learn(outcome.requests)
                 run.lagging.add(own, outcome, lagging=own < iteration)
                 if own < iteration:
                     log.write(get_args(), own, outcome)
+                if run.metrics.names:
+                    means = moe.report(run.metrics, outcome.metrics, own, microbatches)
+                    run.lagging.add_means(own, means, lagging=own < iteration)
         return original(loss_dict, total_loss_dict, learning_rate, iteration, *rest, **kw)
 
     return training_log
+
+
+def _report(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def report(self: Any, *positional: Any, **named: Any) -> Any:
+        from megatron_asyncpp.runtime.moe_metrics import SummedTracker
+
+        run = _in_halves()
+        if run is None or isinstance(self, SummedTracker):
+            return original(self, *positional, **named)
+        asked = tuple(named.get("track_names") or ())
+        if asked != run.metrics.names:
+            raise RuntimeError(f"Megatron logs {asked}, but {run.metrics.names} were summed")
+        return ""
+
+    return report
 
 
 def _print_rank_last(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -104,6 +124,20 @@ def _checkpoint_and_decide_exit(original: Callable[..., Any]) -> Callable[..., A
             args.exit_signal_handler, args.exit_duration_in_mins = asked
 
     return checkpoint_and_decide_exit
+
+
+def _evaluates(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def on_the_weights_asked_for(*positional: Any, **named: Any) -> Any:
+        from megatron.training import get_args
+
+        config, run = arguments.config_from(get_args()), _in_halves()
+        if run is None or config is None or config.eval_weights == "newest" or not run.needs_stale():
+            return original(*positional, **named)
+        with run.pipeline.showing_stale():
+            return original(*positional, **named)
+
+    return _finished_first(on_the_weights_asked_for)
 
 
 def _finished_first(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -149,6 +183,12 @@ WAITS = (
         VERSIONS,
     ),
     Patch(
+        "megatron.core.transformer.moe.moe_logging:MoEMetricsTracker.report",
+        _report,
+        "logs the figures of mixtures of experts when they have arrived with the sums that the step makes anyway",
+        VERSIONS,
+    ),
+    Patch(
         "megatron.training.training:print_rank_last",
         _print_rank_last,
         "adds the figures of the iteration before to a log line",
@@ -160,6 +200,12 @@ WAITS = (
         "asks the world about --exit-signal-handler and --exit-duration-in-mins only once the ranks agreed to leave",
         VERSIONS,
     ),
+    Patch(
+        "megatron.training.training:evaluate_and_print_results",
+        _evaluates,
+        "finishes a step that is begun before it evaluates the newest weights, or shows it the stale ones",
+        VERSIONS,
+    ),
     *(
         Patch(
             f"megatron.training.training:{name}",
@@ -168,7 +214,6 @@ WAITS = (
             VERSIONS,
         )
         for name, does in {
-            "evaluate_and_print_results": "evaluates the newest weights",
             "save_checkpoint_and_time": "saves them with the optimizer's state",
             "disable_forward_pre_hook": "gathers them",
         }.items()

@@ -17,7 +17,7 @@ class VersionCheck:
     a later version; or a module keeps a view of its weight from an earlier forward, of another version.
     """
 
-    def __init__(self, ring: WeightRing, names: dict[torch.nn.Parameter, str]) -> None:
+    def __init__(self, ring: WeightRing, names: dict[torch.Tensor, str]) -> None:
         """Check the weights of a ring; ``names`` is for the messages."""
         self._ring = ring
         self._names = names

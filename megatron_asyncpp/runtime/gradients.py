@@ -155,13 +155,23 @@ class Alone:
         return 0
 
 
-def figures_of(gradients: Gradients, replicas: Sequence[int], count_zeros: bool, more: Sequence[float]) -> torch.Tensor:
+def figures_of(
+    gradients: Gradients, replicas: Sequence[int], count_zeros: bool, more: Sequence[float], metrics: torch.Tensor
+) -> torch.Tensor:
     """This rank's parts of all that is summed over the ranks: squares, zeros, and whatever more there is.
 
+    Args:
+        gradients: of this rank.
+        replicas: of each leaf's gradients.
+        count_zeros: else their number is 0.
+        more: further figures that this rank knows.
+        metrics: (n,), fp64, further figures on this rank's device.
+
     Returns:
-        (2 + len(more),), fp64; zeros are 0 unless they are to be counted.
+        (2 + len(more) + n,), fp64.
     """
     squares = squares_of(gradients.counted, replicas)
     zeros = zeros_of(gradients.counted, replicas) if count_zeros else torch.zeros_like(squares)
     # A full() is a kernel; a tensor() would be a copy that waits for the stream.
-    return torch.stack([squares, zeros, *(torch.full_like(squares, figure) for figure in more)])
+    known = [squares, zeros, *(torch.full_like(squares, figure) for figure in more)]
+    return torch.cat([torch.stack(known), metrics])

@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from megatron.core.pipeline_parallel import schedules as megatron
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
+from megatron_asyncpp.runtime.batch_state import BatchState, TensorPlace
 from megatron_asyncpp.runtime.buffers import unchanged_buffers
 from megatron_asyncpp.runtime.check import VersionCheck
 from megatron_asyncpp.runtime.gradients import Alone
@@ -58,6 +59,9 @@ class Pipeline:
         ring: WeightRing,
         step: Step,
         check: VersionCheck | None,
+        state: BatchState | None = None,
+        per_batch: Sequence[TensorPlace] = (),
+        remember: Callable[[], Any] = lambda: None,
     ) -> None:
         """Set up a stage.
 
@@ -67,6 +71,9 @@ class Pipeline:
             ring: the versions of its weights.
             step: its optimizer step.
             check: the debug check of weight versions, or None.
+            state: what the batches gather besides gradients; switched with the batch of each forward and backward.
+            per_batch: the tensors among it. Another buffer of the model may not change in a forward or backward.
+            remember: called before the first forward of each batch; a run that is continued begins with what it gave.
         """
         self._plan = plan
         self._next = next(plan, None)
@@ -85,9 +92,14 @@ class Pipeline:
         self._step = step
         self._outcomes: list[Outcome] = []  # that nobody has taken yet
         self._check = check
+        self._remember = remember
+        self._remembered: dict[int, Any] = {}  # by batch
         self._in_flight: deque[_InFlight] = deque()
         self._batches: dict[int, _Batch] = {}
-        self._unseen = ring.versions > 1  # whether a first forward is still to be watched
+        self._state = BatchState() if state is None else state
+        self._per_batch = per_batch
+        # Once is enough: what a forward changes, its first call does, or, with recomputation, its first backward.
+        self._unseen = {"a forward", "a backward", "finalize_model_grads"} if ring.versions > 1 else set()
         self._to_send: Any = None  # made by the last action: output tensors, or gradients of input tensors
         self._received: Any = None  # for the next action
 
@@ -145,10 +157,10 @@ class Pipeline:
                 raise RuntimeError(f"flush after batch {action.batch} with forwards in flight: the plan is wrong")
             self._step.poll()
         gradient_sync.end()
-        self._ring.lend(self._ring.newest)
+        self._rest()
         assert isinstance(self._next, Begin)
         batch = self._batches.pop(self._next.batch)
-        with _kept_gathers(self._model):
+        with _kept_gathers(self._model), self._end_of_batch(self._next.batch):
             config.finalize_model_grads_func(
                 [self._model],
                 batch.tokens if config.calculate_per_token_loss else None,
@@ -171,9 +183,10 @@ class Pipeline:
         begin = self._take()
         assert isinstance(begin, Begin)
         self._step.begin(begin.batch, samples, begin.delayed)
+        self._remembered.pop(begin.batch, None)
         while isinstance(self._next, Finish):
             self._finish(self._take())
-        self._ring.lend(self._ring.newest)
+        self._rest()
         finished = bool(self._outcomes) and self._outcomes[-1].batch == begin.batch
         return self._outcomes[-1] if finished else None
 
@@ -195,7 +208,26 @@ class Pipeline:
         """
         if self._step.pending is not None:
             self._outcomes.append(self._step.finish(keep=True))
+            self._rest()
+
+    @property
+    def remembered(self) -> Any:
+        """What ``remember`` gave before the first forward of the batch that comes next, or None if none has run."""
+        return next(iter(self._remembered.values()), None)
+
+    @contextlib.contextmanager
+    def showing_stale(self) -> Iterator[None]:
+        """Within the context, between two calls, the parameters are the version before the newest."""
+        self._ring.lend(self._ring.newest - 1)
+        try:
+            yield
+        finally:
             self._ring.lend(self._ring.newest)
+
+    @property
+    def newest(self) -> int:
+        """The index of the newest version, which is that of the batch that comes next if no step is pending."""
+        return self._ring.newest
 
     def take_outcomes(self) -> list[Outcome]:
         """The outcomes of the steps that were finished since it was last asked, in order; the same on all ranks."""
@@ -242,15 +274,15 @@ class Pipeline:
             self._to_send = None
 
     def _forward(self, action: Forward, function: Callable[..., Any], data: Any, num_microbatches: int) -> None:
-        self._ring.lend(action.version)
+        self._lend(action)
+        if action.microbatch == 0:
+            self._remembered[action.batch] = self._remember()
         batch = self._batches.setdefault(action.batch, _Batch())
         inputs, self._received = self._received, None
         with contextlib.ExitStack() as watched:
             if self._check:
                 watched.enter_context(self._check.watch())
-            if self._unseen:  # once is enough: what a forward changes, its first call does
-                watched.enter_context(unchanged_buffers(self._model))
-                self._unseen = False
+            watched.enter_context(self._unchanged("a forward"))
             outputs, tokens = megatron.forward_step(
                 function,
                 data,
@@ -273,9 +305,34 @@ class Pipeline:
         ran = (forward.microbatch, forward.batch, forward.version)
         if ran != (action.microbatch, action.batch, action.version):
             raise RuntimeError(f"{action} follows {forward}: the plan is wrong")
-        self._ring.lend(action.version)
+        self._lend(action)
         received, self._received = self._received, None
-        self._to_send = megatron.backward_step(inputs, outputs, received, self._config)
+        with self._unchanged("a backward"):
+            self._to_send = megatron.backward_step(inputs, outputs, received, self._config)
+
+    def _lend(self, action: Forward | Backward) -> None:
+        self._ring.lend(action.version)
+        self._state.lend(action.batch)
+
+    def _rest(self) -> None:
+        self._ring.lend(self._ring.newest)
+        self._state.lend(None)
+
+    @contextlib.contextmanager
+    def _end_of_batch(self, batch: int) -> Iterator[None]:
+        """Once, whoever follows a batch's end is shown what it gathered, so that a change of a weight isn't missed."""
+        watched = "finalize_model_grads" in self._unseen
+        with (
+            self._state.copy_of(batch) if watched else contextlib.nullcontext(),
+            self._unchanged("finalize_model_grads"),
+        ):
+            yield
+
+    def _unchanged(self, what: str) -> contextlib.AbstractContextManager[None]:
+        if what not in self._unseen:
+            return contextlib.nullcontext()
+        self._unseen.remove(what)
+        return unchanged_buffers(self._model, self._per_batch, what)
 
 
 @contextlib.contextmanager

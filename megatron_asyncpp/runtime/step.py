@@ -19,6 +19,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron_asyncpp.optim.correction import Correction
 from megatron_asyncpp.optim.leaves import inner_optimizers, leaves, replicas
 from megatron_asyncpp.runtime.agreement import Agreement, Handle, total
+from megatron_asyncpp.runtime.batch_state import BatchState
 from megatron_asyncpp.runtime.gradients import Gradients, TiedEmbedding, figures_of, gradients_of
 from megatron_asyncpp.runtime.weights import WeightRing
 
@@ -33,6 +34,7 @@ class Outcome:
         zeros_in_grad: None if they weren't counted.
         skipped: whether V(k+1) = V(k), since a gradient wasn't finite.
         requests: for each thing that a rank can ask all ranks for, whether any rank did when the step was begun.
+        metrics: sums over all ranks of further figures of the batch.
     """
 
     batch: int
@@ -40,6 +42,7 @@ class Outcome:
     zeros_in_grad: float | None
     skipped: bool = False
     requests: tuple[bool, ...] = ()
+    metrics: tuple[float, ...] = ()
 
 
 class Pending(NamedTuple):
@@ -137,6 +140,10 @@ class WholeStep(Step):
         return Outcome(batch, grad_norm, zeros_in_grad)
 
 
+def _no_metrics() -> torch.Tensor:
+    return torch.zeros(0, dtype=torch.float64, device=torch.cuda.current_device())
+
+
 @dataclass
 class _Begun:
     """Between the halves."""
@@ -144,6 +151,7 @@ class _Begun:
     what: Pending
     gradients: Gradients | None  # None if the masters were stepped at begin
     agreement: Agreement[list[float]]
+    metrics: int  # how many of the sums are metrics
 
 
 class TwoHalfStep(Step):
@@ -164,6 +172,8 @@ class TwoHalfStep(Step):
         tied: TiedEmbedding | None,
         skip_nonfinite: bool = False,
         requests: Callable[[], Sequence[bool]] = tuple,
+        state: BatchState | None = None,
+        metrics: Callable[[], torch.Tensor] = _no_metrics,
     ) -> None:
         """Wire it up.
 
@@ -179,6 +189,10 @@ class TwoHalfStep(Step):
             tied: the tied embedding that this stage has a copy of.
             skip_nonfinite: whether to skip an update whose gradient norm isn't finite.
             requests: what this rank asks all ranks for, as of now. Which ones any rank asked for is in the outcome.
+            state: what the batches gather besides gradients. From it finish makes the next version of weights that
+                are no parameters.
+            metrics: this rank's parts of further figures of the batch whose state is in place: (n,), fp64. Their sums
+                over all ranks are in the outcome.
         """
         self._ring = ring
         self._model = model
@@ -193,6 +207,8 @@ class TwoHalfStep(Step):
         self._tied = tied
         self._skip_nonfinite = skip_nonfinite
         self._requests = requests
+        self._state = BatchState() if state is None else state
+        self._metrics = metrics
         self._count_zeros = bool(optimizer.config.log_num_zeros_in_grad)
         self._begun: _Begun | None = None
 
@@ -230,13 +246,15 @@ class TwoHalfStep(Step):
             correction.correcting = delayed
         holds = self.holds_gradients
         gradients = gradients_of(self._leaves, self._model, copy=holds)
+        with self._state.of(batch):
+            metrics = self._metrics()
         with _blaming_others(batch):
-            agreement = Agreement(self._agree(gradients))
+            agreement = Agreement(self._agree(gradients, metrics))
         if not holds:
             for inner in self._inner:
                 inner.step()
         gradients.take()
-        self._begun = _Begun(Pending(batch, samples), gradients if holds else None, agreement)
+        self._begun = _Begun(Pending(batch, samples), gradients if holds else None, agreement, metrics.numel())
 
     @override
     def poll(self) -> None:
@@ -251,7 +269,8 @@ class TwoHalfStep(Step):
             raise RuntimeError("a step is finished that wasn't begun: the plan is wrong")
         begun, self._begun = self._begun, None
         with _blaming_others(begun.what.batch):
-            squares, zeros, *requests = begun.agreement.wait()
+            squares, zeros, *more = begun.agreement.wait()
+        requests, metrics = more[: len(more) - begun.metrics], more[len(more) - begun.metrics :]
         norm = math.sqrt(squares)
         skipped = self._skip_nonfinite and not math.isfinite(norm)
         if keep and self._gathers_lazily and self._model_is_ungathered():
@@ -262,23 +281,26 @@ class TwoHalfStep(Step):
         else:
             with self._ring.advance(keep):
                 self._step(begun.gradients, norm)
+                self._state.update(begun.what.batch)
             if self._gathers_lazily:
                 self._model.reset_param_sync_dispatch_state()  # the next forward gathers it
             self._scheduler_step(begun.what.samples)
+        self._state.clear(begun.what.batch)
         return Outcome(
             begun.what.batch,
             norm,
             zeros if self._count_zeros else None,
             skipped,
             tuple(request > 0 for request in requests),
+            tuple(metrics),
         )
 
-    def _agree(self, gradients: Gradients) -> Generator[Handle, None, list[float]]:
+    def _agree(self, gradients: Gradients, metrics: torch.Tensor) -> Generator[Handle, None, list[float]]:
         tied = None if self._tied is None else self._tied.start(gradients)
         if tied is not None and self._tied is not None and self._tied.counts:
             tied.wait()  # its squares are those of the sum, which the last stage began to make when its batch ended
         requests = [float(request) for request in self._requests()]
-        figures = figures_of(gradients, self._replicas, self._count_zeros, requests)
+        figures = figures_of(gradients, self._replicas, self._count_zeros, requests, metrics)
         sums = yield from total(figures, self._stage, self._pipeline)
         if tied is not None:
             yield tied

@@ -16,7 +16,7 @@ by a step, the backward computes a wrong gradient, without any error.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -35,20 +35,22 @@ class _Slot:
 
 
 class WeightRing:
-    """The versions of a stage's trainable parameters that are still needed; the newest is always one of them.
+    """The versions of a stage's trainable weights that are still needed; the newest is always one of them.
 
     Attributes:
+        parameters: the tensors that have versions: trainable parameters, and buffers that are weights.
         newest: the index of the newest version.
         lent: the index of the version that ``param.data`` shows now.
     """
 
     def __init__(
         self,
-        parameters: Iterable[torch.nn.Parameter],
+        parameters: Iterable[torch.Tensor],
         steppable: Iterable[torch.Tensor],
         versions: int,
         newest: int,
         pointers: Sequence[Pointer] = (),
+        buffers: Sequence[torch.Tensor] = (),
     ) -> None:
         """Take the parameters as they are for V(newest).
 
@@ -59,19 +61,22 @@ class WeightRing:
             versions: the most slots there may be. One means that a step overwrites the only version.
             newest: the index of the version that the parameters hold now.
             pointers: what else points into the parameters' storage, and follows the newest version.
+            buffers: further tensors that modules read, and that a step may write in place: weights that no optimizer
+                steps, as a router's expert bias. Each gets its newest value in a new version before the step.
         """
-        self.parameters = tuple(p for p in parameters if p.requires_grad)
+        self.parameters = (*(p for p in parameters if p.requires_grad), *buffers)
+        self._buffers = tuple(buffers)
         self._pointers = tuple(pointers)
         self._most = versions
         self._slots: list[_Slot] = []
         self._held: list[int] = []  # the version in each slot
         # address of a storage -> its slot, and (start, end, parameter) of the addresses in it
-        self._places: dict[int, tuple[int, list[tuple[int, int, torch.nn.Parameter]]]] = {}
+        self._places: dict[int, tuple[int, list[tuple[int, int, torch.Tensor]]]] = {}
         self.newest = newest
         self.lent = newest
         first = _Slot([p.data for p in self.parameters], [pointer.get() for pointer in self._pointers])
         storages = {tensor.untyped_storage().data_ptr() for tensor in first.parameters}
-        self._in_place = tuple(t for t in steppable if t.untyped_storage().data_ptr() in storages)
+        self._stepped = tuple(t for t in steppable if t.untyped_storage().data_ptr() in storages)
         self._add(first, newest)
 
     @property
@@ -82,7 +87,7 @@ class WeightRing:
     @property
     def steps_in_place(self) -> bool:
         """Whether the inner optimizers step tensors that lie in a version's storage, as in fp32 training."""
-        return bool(self._in_place)
+        return bool(self._stepped)
 
     @property
     def extra_bytes(self) -> int:
@@ -108,7 +113,7 @@ class WeightRing:
         """Whether V(version) is in the ring."""
         return version in self._held
 
-    def find(self, tensor: torch.Tensor) -> tuple[torch.nn.Parameter, int] | None:
+    def find(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int] | None:
         """The parameter and version whose buffer a tensor begins in now, or None if it begins in none."""
         place = self._places.get(tensor.untyped_storage().data_ptr())
         if place is None:
@@ -133,13 +138,25 @@ class WeightRing:
         """
         self.lend(self.newest)
         version = self.newest + 1
-        before = [tensor.data for tensor in self._in_place]
+        in_place = (*self._stepped, *self._buffers)
+        before = [tensor.data for tensor in in_place]
         with torch.no_grad(), _unsafe_preserve_version_counter(self.parameters):
             if self._open(version, keep):
-                for tensor, newest in zip(self._in_place, before, strict=True):
+                for tensor, newest in zip(in_place, before, strict=True):
                     tensor.data.copy_(newest)
             yield
         self.newest = version
+
+    def hold_older(self, weights: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        """Take V(newest - 1) as well, which a run that is continued still needs.
+
+        Args:
+            weights: its value of each of ``parameters``, on any device; copied.
+        """
+        slot = self._twin(self._slot(self.newest))
+        for parameter, data in zip(self.parameters, slot.parameters, strict=True):
+            data.copy_(weights[parameter])
+        self._add(slot, self.newest - 1)
 
     def repeat(self, keep: bool = True) -> None:
         """Make V(newest + 1) the same as V(newest): what is left of a skipped update."""

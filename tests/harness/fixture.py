@@ -17,6 +17,8 @@ from megatron.training import get_args, training
 
 from tests.harness.reference import Reference
 
+BIASES = (".expert_bias", ".qb_beta", ".user_bias")  # the last is a test's own
+
 
 def install(reference: Reference) -> None:
     """Replace training.train_step by one whose batch k runs on W(k), with corrections by hand around each step."""
@@ -71,8 +73,8 @@ def put(weights: list[torch.Tensor], values: list[torch.Tensor]) -> None:
 
 
 def biases(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """Router expert biases: weights that are no parameters."""
-    return (m.expert_bias for m in model.modules() if getattr(m, "expert_bias", None) is not None)
+    """Biases of routers: weights that are no parameters."""
+    return (buffer for name, buffer in model.named_buffers() if name.endswith(BIASES))
 
 
 def inner_optimizers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:

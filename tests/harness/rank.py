@@ -99,7 +99,11 @@ def train(job: Job, rank: int, result: RankResult) -> None:
         oracle.install(job.reference, result, job.initial)
     recorder.install()
     call(job.hooks, result)
-    importlib.import_module(job.entry).main()
+    try:
+        importlib.import_module(job.entry).main()
+    except SystemExit as stop:  # as Megatron ends a run that it was asked to leave early
+        if stop.code:
+            raise
     recorder.end()
     if torch.distributed.is_initialized():
         torch.distributed.barrier()  # nobody leaves while a peer still reads from its socket

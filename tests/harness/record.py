@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state as mpu
+from megatron.core.transformer.moe.moe_logging import MoEMetricsTracker
 from megatron.core.utils import unwrap_model
 from megatron.training import get_args, training
 
-from tests.harness.fixture import inner_optimizers
+from tests.harness.fixture import BIASES, inner_optimizers
 from tests.harness.results import Action, RankResult, Weights, renumber
 
 
@@ -42,6 +43,16 @@ class Recorder:
 
         training.setup_model_and_optimizer, training.train_step = watched_setup, watched_step
 
+        log_scalars = MoEMetricsTracker._log_scalars
+
+        @functools.wraps(log_scalars)
+        def watched_scalars(self_: Any, scalars: dict, iteration: int, *args: Any) -> None:
+            if scalars:
+                self.result.metrics[iteration] = {name: float(value) for name, value in scalars.items()}
+            log_scalars(self_, scalars, iteration, *args)
+
+        MoEMetricsTracker._log_scalars = watched_scalars
+
     def watch_outcomes(self, pipeline: type) -> None:
         """Take each batch's norm from the plugin's outcomes, since train_step may return before it is known."""
         take = pipeline.take_outcomes
@@ -64,10 +75,12 @@ class Recorder:
         result.tied = not get_args().untie_embeddings_and_output_weights
         numbers = [m.layer_number for chunk in model for m in chunk.modules() if hasattr(m, "self_attention")]
         result.layer_offset = min(numbers, default=1) - 1
+        experts = next((m.num_local_experts for c in model for m in c.modules() if hasattr(m, "local_experts")), 0)
+        result.expert_offset = mpu.get_expert_model_parallel_rank() * experts
         if optimizer is None:
             return
         if self.initial is not None:
-            load(model, self.initial, result.layer_offset)
+            load(model, self.initial, result.layer_offset, result.expert_offset)
             optimizer.reload_model_params()
         result.initial = weights(model)
         for inner in list(inner_optimizers(optimizer))[:1]:
@@ -88,11 +101,11 @@ class Recorder:
 
 
 def named(model: list[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every weight of every chunk: parameters and router expert biases."""
+    """Every weight of every chunk: parameters and biases of routers."""
     for i, chunk in enumerate(unwrap_model(model)):
         prefix = f"chunk{i}." if len(model) > 1 else ""
         yield from ((prefix + n, p) for n, p in chunk.named_parameters())
-        yield from ((prefix + n, b) for n, b in chunk.named_buffers() if n.endswith("expert_bias"))
+        yield from ((prefix + n, b) for n, b in chunk.named_buffers() if n.endswith(BIASES))
 
 
 def is_split(weight: torch.Tensor) -> bool:
@@ -105,10 +118,10 @@ def weights(model: list[torch.nn.Module]) -> Weights:
 
 
 @torch.no_grad()
-def load(model: list[torch.nn.Module], initial: Weights, offset: int) -> None:
-    """Copy weights with global layer numbers into this stage."""
+def load(model: list[torch.nn.Module], initial: Weights, layers: int, experts: int) -> None:
+    """Copy weights with global numbers of layers and experts into this rank."""
     for name, tensor in named(model):
-        source = renumber(name, offset)
+        source = renumber(name, layers, experts)
         if source == "output_layer.weight" and source not in initial:
             source = "embedding.word_embeddings.weight"  # tied: the last stage has a copy
         tensor.copy_(initial[source])

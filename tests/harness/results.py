@@ -9,6 +9,7 @@ import torch
 
 Weights = dict[str, torch.Tensor]
 _LAYER = re.compile(r"(?<=layers\.)\d+")
+_EXPERT = re.compile(r"(?<=local_experts\.)\d+")
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,10 @@ class RankResult:
         losses: the batch loss that each train_step returned, on the last stage; None elsewhere.
         grad_norms: of each batch, as train_step returned it, or, in the plugin, as its step's outcome has it.
         skipped: the batches whose update was skipped (mode "plugin").
+        metrics: by Megatron's number of an iteration, the figures of mixtures of experts as TensorBoard gets them.
         learning_rates: the rate of each step of the first inner optimizer, read as the step starts.
         layer_offset: global number of this stage's first layer.
+        expert_offset: global number of this rank's first expert of each layer.
         tensor_rank: within its tensor-parallel group.
         splits: for each weight that tensor parallelism splits, the dimension, and in how many parts that are split
             one by one (two for the gate and the other half of a SwiGLU).
@@ -42,12 +45,14 @@ class RankResult:
     rank: int = 0
     pipeline_rank: int = 0
     layer_offset: int = 0
+    expert_offset: int = 0
     tensor_rank: int = 0
     splits: dict[str, tuple[int, int]] = field(default_factory=dict)
     tied: bool = False
     losses: list[float | None] = field(default_factory=list)
     grad_norms: list[float | None] = field(default_factory=list)
     skipped: list[int] = field(default_factory=list)
+    metrics: dict[int, dict[str, float]] = field(default_factory=dict)
     learning_rates: list[float] = field(default_factory=list)
     initial: Weights = field(default_factory=dict)
     final: Weights = field(default_factory=dict)
@@ -69,8 +74,9 @@ class RankResult:
         return {key: (forwards.get(key), backwards.get(key)) for key in sorted({*forwards, *backwards})}
 
     def named(self, kind: str) -> Weights:
-        """`initial`, `final` or `masters` with global layer numbers."""
-        return {renumber(name, self.layer_offset): tensor for name, tensor in getattr(self, kind).items()}
+        """`initial`, `final` or `masters` with global numbers of layers and experts."""
+        weights: Weights = getattr(self, kind)
+        return {renumber(name, self.layer_offset, self.expert_offset): tensor for name, tensor in weights.items()}
 
 
 @dataclass
@@ -98,7 +104,7 @@ class Run:
         return self.last.learning_rates
 
     def merged(self, kind: str) -> Weights:
-        """`initial`, `final` or `masters` of a run without expert parallelism, named and whole as with one process.
+        """`initial`, `final` or `masters`, named and whole as with one process.
 
         Replicas are checked against each other. With tied embeddings the last stage's copy is checked against the
         first stage's and left out.
@@ -107,7 +113,9 @@ class Run:
         shards: dict[str, dict[int, torch.Tensor]] = {}  # by tensor-parallel rank, where each has its own
         splits: dict[str, tuple[int, int]] = {}
         for rank in self.ranks:
-            splits |= {renumber(name, rank.layer_offset): split for name, split in rank.splits.items()}
+            splits |= {
+                renumber(name, rank.layer_offset, rank.expert_offset): split for name, split in rank.splits.items()
+            }
             for name, tensor in rank.named(kind).items():
                 place = shards.setdefault(name, {})
                 shard = rank.tensor_rank if name in splits else 0
@@ -139,9 +147,10 @@ def joined(shards: list[torch.Tensor], dim: int, parts: int) -> torch.Tensor:
     return torch.cat([torch.cat(part, dim) for part in zip(*chunks, strict=True)], dim)
 
 
-def renumber(name: str, offset: int) -> str:
-    """Shift the first layer number in a parameter's name."""
-    return _LAYER.sub(lambda match: str(int(match.group()) + offset), name, count=1)
+def renumber(name: str, layers: int, experts: int = 0) -> str:
+    """Shift the first numbers of a layer and of an expert in a parameter's name."""
+    name = _LAYER.sub(lambda match: str(int(match.group()) + layers), name, count=1)
+    return _EXPERT.sub(lambda match: str(int(match.group()) + experts), name, count=1)
 
 
 def assert_bitwise(left: Run, right: Run, *, weights: bool = True) -> None:
