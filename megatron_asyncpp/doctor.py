@@ -1,4 +1,7 @@
-"""``python -m megatron_asyncpp doctor DIR``: what is in a checkpoint folder, read without running anything in it."""
+"""``python -m megatron_asyncpp doctor [DIR]``: what is usable here, or what is in a checkpoint folder.
+
+A folder is read without running anything in it.
+"""
 
 from __future__ import annotations
 
@@ -37,19 +40,31 @@ _ITERATION = re.compile(r"iter_(\d{7,})")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("folder", metavar="DIR", type=Path, help="the folder that --save names")
+    parser.add_argument(
+        "folder",
+        metavar="DIR",
+        type=Path,
+        nargs="?",
+        help="the folder that --save names; without it: versions, what is replaced in Megatron, and what is refused",
+    )
 
 
 def main(args: Namespace) -> int:
     """Print what is there.
 
     Returns:
-        0 if there is a complete checkpoint that a run would continue from, else 1.
+        0 if there is a complete checkpoint that a run would continue from, or, without a folder, if all that the plugin
+        replaces is there; else 1.
 
     Raises:
         AsyncPPError: the folder holds no checkpoint.
     """
-    lines, complete = examined(args.folder)
+    if args.folder is None:
+        from megatron_asyncpp.installation import examined as examined_installation
+
+        lines, complete = examined_installation()
+    else:
+        lines, complete = examined(args.folder)
     print("\n".join(lines))
     return int(not complete)
 

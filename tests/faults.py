@@ -182,6 +182,24 @@ def add_running_mean() -> None:
     TransformerLayer.__init__, TransformerLayer.forward = init, run
 
 
+def add_attribute() -> None:
+    """Give every transformer layer a tensor attribute that its forward changes."""
+    import torch
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    start, forward = TransformerLayer.__init__, TransformerLayer.forward
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        start(self, *args, **kwargs)
+        self.seen = torch.zeros(1)
+
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.seen = self.seen + 1
+        return forward(self, *args, **kwargs)
+
+    TransformerLayer.__init__, TransformerLayer.forward = init, run
+
+
 def watch_evaluations(result: RankResult) -> None:
     """Keep the weights that each evaluation runs on, and the losses it finds."""
     from megatron.training import training

@@ -287,6 +287,8 @@ def test_an_interrupt_stops_the_real_run(tmp_path: Path) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # What runs in the background ignores Ctrl-C, and its children do too.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     ) as process:
         me, family = psutil.Process(process.pid), []
         while len(family) < 3 and process.poll() is None:  # torchrun and its ranks

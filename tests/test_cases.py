@@ -175,3 +175,13 @@ def test_a_gradient_that_is_not_finite_stops_all_ranks() -> None:
     assert all(codes), f"a rank went on: {codes}"
     assert "NaN" in str(error.value) or "nan" in str(error.value)
     assert torch.isfinite(torch.tensor([x for x in error.value.run.losses if x is not None])).all()
+
+
+def test_the_debug_mode_lists_attributes_that_change() -> None:
+    flags = tiny_flags(2, 4, iterations=4, extra=(*rows.TWO_BW, "--asyncpp-check-versions"))
+    says = r"a forward changes the tensor attribute (\S+\.layers\.\d+\.seen) \(of a TransformerLayer\)"
+    for rank in run(flags, 2, hooks="tests.faults:add_attribute").ranks:
+        assert len(set(re.findall(says, rank.stdout))) == 2  # its layers, each once
+        assert len(re.findall(says, rank.stdout)) == 2
+    for rank in run(flags, 2).ranks:
+        assert not re.findall(says, rank.stdout)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import shutil
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -112,3 +113,31 @@ def test_nothing_in_it_is_run(kind: str, folder: Path, tmp_path: Path) -> None:
         assert all(rank.exit_code for rank in done.ranks), "went on without the checkpoint"
         assert "the checkpoint can't be loaded, for the reason printed above" in done.ranks[0].stderr
         assert not trace.exists()
+
+
+def test_without_a_folder_it_lists_what_is_replaced_and_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    from megatron_asyncpp import doctor
+    from megatron_asyncpp.integration import megatron, repairs
+    from megatron_asyncpp.refusals import REFUSALS
+
+    assert doctor.main(Namespace(folder=None)) == 0
+    told = capsys.readouterr().out
+    assert "megatron-core 0.19" in told
+    assert "FAILS" not in told
+    for patch in (*megatron.PATCHES, *repairs.PATCHES):
+        assert f"{patch.target}: {patch.why}" in told
+    for refusal in REFUSALS:
+        assert f"{refusal.flag}: {refusal.why}" in told
+
+
+def test_a_symbol_that_a_new_megatron_lacks_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron_asyncpp import doctor
+    from megatron_asyncpp.integration import repairs
+    from megatron_asyncpp.integration.patching import VERSIONS, Patch
+
+    gone = Patch("megatron.core.timers:Timer.gone", lambda original: original, "a test", VERSIONS)
+    monkeypatch.setattr(repairs, "PATCHES", (gone,))
+    assert doctor.main(Namespace(folder=None)) == 1
+    assert "megatron.core.timers:Timer.gone: a test - FAILS: " in capsys.readouterr().out

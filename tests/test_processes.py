@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 
 import psutil
 import pytest
@@ -35,6 +36,15 @@ def family_of(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
     return family
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """What runs in the background ignores Ctrl-C; here it counts."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_ends_children_and_grandchildren() -> None:
     with pytest.raises(KeyboardInterrupt), started([sys.executable, "-c", CHILD], subprocess.PIPE) as process:
         family = family_of(process)

@@ -33,7 +33,12 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("name", SHAPES)
+QUICK = ("expert bias, torch", "ep2 distributed bf16, expert bias")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in SHAPES]
+)
 def test_experts_continue_bit_for_bit(name: str, tmp_path: Path) -> None:
     shape, kind = SHAPES[name]
     first = interrupted(shape, tmp_path, SAVED_AT, kind)

@@ -284,7 +284,12 @@ def test_a_signal_ends_the_run(arguments: argparse.Namespace, tmp_path: Path, nu
         f"study.sys.executable = {str(launcher)!r}; "
         f"raise SystemExit(study.main(Namespace(out=Path({str(arguments.out)!r}), iters={ITERATIONS}, seed=1)))"
     )
-    with subprocess.Popen([REAL_PYTHON, "-c", script], stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [REAL_PYTHON, "-c", script],
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # a background job may ignore it
+    ) as process:
         while not (tmp_path / "pid").exists() and process.poll() is None:
             time.sleep(0.05)
         process.send_signal(number)

@@ -107,7 +107,8 @@ def stale_weights(model: Any) -> dict[str, torch.Tensor]:
         return weights
     from megatron.core import dist_checkpointing
 
-    template = _sharded(model, lambda data: torch.empty_like(data))
+    # Rows that only pad the vocabulary in this layout may not be in the checkpoint: they stay the newest ones.
+    template = _sharded(model, lambda data: data.clone())
     stale: dict[str, torch.Tensor] = dist_checkpointing.load({KEY: {"weights": template}}, _loaded.folder)[KEY][
         "weights"
     ]

@@ -69,6 +69,16 @@ def apply(patches: Iterable[Patch]) -> None:
         _applied[patch.target] = (owner, attribute, before)
 
 
+def check(patch: Patch) -> None:
+    """Check that a record could be applied here.
+
+    Raises:
+        AsyncPPError: the installed megatron-core isn't one that it was read in, or lacks its target.
+    """
+    _check_version(patch)
+    _resolve(patch)
+
+
 def rebind_aliases(patches: Iterable[Patch]) -> None:
     """Point names that hold a replaced function or class of a module by value at its replacement.
 

@@ -217,6 +217,7 @@ def _waiting_flags(args: Namespace) -> list[str]:
         "--log-params-norm": args.log_params_norm,
         "--timing-log-level": args.timing_log_level > 0,
         "--log-straggler": args.log_straggler,
+        "--async-save (while a checkpoint is being written)": args.async_save,
         "--check-weight-hash-across-dp-replicas-interval": args.check_weight_hash_across_dp_replicas_interval,
     }
     return [flag for flag, given in asked.items() if given]

@@ -90,6 +90,8 @@ class BatchState:
         if batch == self._lent or not self._places:
             return
         self._set(self._lent)[:] = [place.get() for place in self._places]  # some are assigned, not changed in place
+        if self._lent is None:  # an evaluation may have left something
+            self._clear(self._resting)
         for place, content in zip(self._places, self._set(batch), strict=True):
             place.put(content)
         self._lent = batch
@@ -127,9 +129,12 @@ class BatchState:
             self.lend(None)
         if batch in self._sets:
             ended = self._sets.pop(batch)
-            for place, content in zip(self._places, ended, strict=True):
-                place.clear(content)
+            self._clear(ended)
             self._free.append(ended)
+
+    def _clear(self, contents: list[Any]) -> None:
+        for place, content in zip(self._places, contents, strict=True):
+            place.clear(content)
 
     def _set(self, batch: int | None) -> list[Any]:
         if batch is None:

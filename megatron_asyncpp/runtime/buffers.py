@@ -40,6 +40,37 @@ def unchanged_buffers(model: torch.nn.Module, per_batch: Sequence[TensorPlace], 
             )
 
 
+@contextmanager
+def listed_attributes(model: torch.nn.Module, per_batch: Sequence[TensorPlace]) -> Iterator[list[str]]:
+    """List the plain tensor attributes of the model's modules that change within the context.
+
+    Unlike buffers they can't be refused: many a module sets one and reads it within the same forward.
+
+    Args:
+        model: a stage's.
+        per_batch: what may change, since each batch has its own.
+
+    Yields:
+        Filled when the context ends, with a name and the class of its module for each.
+    """
+    ignored = {(place.module, place.name) for place in per_batch}
+    found: list[str] = []
+    before = {key: (name, tensor.detach().clone()) for key, name, tensor in _attributes(model) if key not in ignored}
+    yield found
+    found.extend(
+        f"{name} (of a {type(key[0]).__name__})"
+        for key, name, tensor in _attributes(model)
+        if key not in ignored and not _same(before.get(key), tensor)
+    )
+
+
+def _attributes(model: torch.nn.Module) -> Iterator[tuple[tuple[torch.nn.Module, str], str, torch.Tensor]]:
+    for prefix, module in model.named_modules():
+        for name, value in list(vars(module).items()):
+            if isinstance(value, torch.Tensor):
+                yield (module, name), f"{prefix}.{name}" if prefix else name, value
+
+
 def _buffers(model: torch.nn.Module) -> Iterator[tuple[tuple[torch.nn.Module, str], str, torch.Tensor]]:
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):

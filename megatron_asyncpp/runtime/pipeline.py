@@ -17,7 +17,7 @@ from megatron.core.pipeline_parallel import schedules as megatron
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from megatron_asyncpp.runtime.batch_state import BatchState, TensorPlace
-from megatron_asyncpp.runtime.buffers import unchanged_buffers
+from megatron_asyncpp.runtime.buffers import listed_attributes, unchanged_buffers
 from megatron_asyncpp.runtime.check import VersionCheck
 from megatron_asyncpp.runtime.gradients import Alone
 from megatron_asyncpp.runtime.step import Outcome, Step
@@ -328,11 +328,25 @@ class Pipeline:
         ):
             yield
 
-    def _unchanged(self, what: str) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def _unchanged(self, what: str) -> Iterator[None]:
+        """Once for each: refuse undeclared changes of buffers; in debug mode list those of other attributes as well."""
         if what not in self._unseen:
-            return contextlib.nullcontext()
+            yield
+            return
         self._unseen.remove(what)
-        return unchanged_buffers(self._model, self._per_batch, what)
+        with contextlib.ExitStack() as watched:
+            attributes: list[str] = []
+            if self._check:
+                attributes = watched.enter_context(listed_attributes(self._model, self._per_batch))
+            watched.enter_context(unchanged_buffers(self._model, self._per_batch, what))
+            yield
+        for attribute in attributes:
+            print(
+                f"megatron_asyncpp: {what} changes the tensor attribute {attribute}: right if it is set and read "
+                f"within one forward, else say with megatron_asyncpp.declare_state what it belongs to",
+                flush=True,
+            )
 
 
 @contextlib.contextmanager
