@@ -30,6 +30,8 @@ def examined() -> tuple[list[str], bool]:
 _ON_OBJECTS = (
     "optimizer.step, opt_param_scheduler.step (the plan says when)",
     "step of each inner optimizer (in parts, for a correction's memory)",
+    "init_state_fn, _init_optimizer_states_with_dummy_values of each optimizer (while a checkpoint is loaded)",
+    "a method that a module declares as update (the step calls it)",
 )
 
 

@@ -92,77 +92,6 @@ def leave_at_once() -> None:
     errors.HEAD_START = 0.0
 
 
-def end_after_an_hour_on_rank_1() -> None:
-    """Let one rank, and only one, find that it has run for an hour when batch 3's step begins."""
-    import os
-
-    from megatron.training import training
-
-    from megatron_asyncpp.runtime.step import TwoHalfStep
-
-    begin = TwoHalfStep.begin
-
-    def late(self: TwoHalfStep, batch: int, *args: Any) -> None:
-        if batch == 3 and os.environ["RANK"] == "1":
-            training._TRAIN_START_TIME -= 3600
-        begin(self, batch, *args)
-
-    TwoHalfStep.begin = late  # type: ignore[method-assign]
-
-
-def get_a_signal_on_rank_1() -> None:
-    """Send one rank, and only one, a SIGTERM when batch 3's step begins."""
-    import os
-    import signal
-
-    from megatron_asyncpp.runtime.step import TwoHalfStep
-
-    begin = TwoHalfStep.begin
-
-    def signalled(self: TwoHalfStep, batch: int, *args: Any) -> None:
-        if batch == 3 and os.environ["RANK"] == "1":
-            os.kill(os.getpid(), signal.SIGTERM)
-        begin(self, batch, *args)
-
-    TwoHalfStep.begin = signalled  # type: ignore[method-assign]
-
-
-def hang_before_batch_three_on_rank_1() -> None:
-    """Let one rank begin batch 3's step five seconds late, where the others wait for two."""
-    import os
-    import time
-    from datetime import timedelta
-
-    from megatron_asyncpp.integration import run
-    from megatron_asyncpp.runtime.step import TwoHalfStep
-
-    begin, group = TwoHalfStep.begin, run.pipeline_group
-
-    def late(self: TwoHalfStep, batch: int, *args: Any) -> None:
-        if batch == 3 and os.environ["RANK"] == "1":
-            time.sleep(5)
-        begin(self, batch, *args)
-
-    TwoHalfStep.begin = late  # type: ignore[method-assign]
-    run.pipeline_group = lambda timeout: group(timedelta(seconds=2))
-
-
-def die_before_batch_three_on_rank_1() -> None:
-    """Let one rank be gone when batch 3's step begins."""
-    import os
-
-    from megatron_asyncpp.runtime.step import TwoHalfStep
-
-    begin = TwoHalfStep.begin
-
-    def gone(self: TwoHalfStep, batch: int, *args: Any) -> None:
-        if batch == 3 and os.environ["RANK"] == "1":
-            os._exit(7)
-        begin(self, batch, *args)
-
-    TwoHalfStep.begin = gone  # type: ignore[method-assign]
-
-
 def add_running_mean() -> None:
     """Give every transformer layer a buffer that its forward changes."""
     import torch
@@ -528,32 +457,6 @@ def _declare(**state: Any) -> None:
         megatron_asyncpp.declare_state(self.extra, **state)
 
     TransformerLayer.__init__ = init
-
-
-def delay_one_stage(result: RankResult) -> None:
-    """Let the middle stage sleep up to 100 ms around each begin, and note what the last one finds."""
-    import random
-    import time
-
-    from megatron.core import parallel_state
-
-    from megatron_asyncpp.runtime.step import TwoHalfStep
-
-    stages = parallel_state.get_pipeline_model_parallel_world_size
-    stage = parallel_state.get_pipeline_model_parallel_rank
-    generator = random.Random(5)
-    begin = TwoHalfStep.begin
-
-    def late(self: TwoHalfStep, *args: Any) -> None:
-        result.extra["holds gradients"] = self.holds_gradients
-        result.extra["slots"] = len(self._ring._slots)
-        if stage() == stages() // 2:
-            time.sleep(generator.uniform(0, 0.1))
-        begin(self, *args)
-        if stage() == stages() // 2:
-            time.sleep(generator.uniform(0, 0.1))
-
-    TwoHalfStep.begin = late  # type: ignore[method-assign]
 
 
 def keep_previous_updates(result: RankResult) -> None:

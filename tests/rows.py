@@ -41,11 +41,9 @@ def plugin(
 
 
 @functools.cache
-def oracle(
-    microbatches: int, lam: float | None = None, clip: float = 0.0, partition: tuple | None = None, extra: tuple = ()
-) -> Run:
+def oracle(microbatches: int, lam: float | None = None, clip: float = 0.0, extra: tuple = ()) -> Run:
     """The recursion, computed literally in one process."""
-    reference = Reference(delay=1, error_feedback=lam, norm_partition=partition)
+    reference = Reference(delay=1, error_feedback=lam)
     flags = tiny_flags(1, microbatches, clip=clip, extra=extra)
     return run(flags, mode="oracle", reference=reference, initial=initial(), timeout=180)
 

@@ -365,12 +365,12 @@ def test_a_run_is_the_recursion_computed_in_one_process(
     expected = run(
         tiny_flags(1, 4, clip=CLIP),
         mode="oracle",
-        reference=Reference(delay=1, norm_partition=done.partition, **reference),
+        reference=Reference(delay=1, **reference),
         initial=rows.initial(),
     )
     assert sum(norm > CLIP for norm in expected.grad_norms) > rows.ITERATIONS // 2, "clipping wasn't active"
     assert_bitwise(done, expected)
-    plain = rows.oracle(4, clip=CLIP, partition=done.partition)
+    plain = rows.oracle(4, clip=CLIP)
     with pytest.raises(AssertionError, match="differ"):
         compare_weights(done.merged("final"), plain.merged("final"), "weights")
     assert printed in done.ranks[0].stdout

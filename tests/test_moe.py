@@ -130,7 +130,7 @@ def train(row: Topology, mode: str, *more: str, hook: str | None = None, **chang
         extra += (*row.plugin_only, *rows.TWO_BW, *rows.feedback_flags(1.0))
     flags = tiny_flags(row.stages, 4, clip=CLIP, extra=extra, **row.flags | changed)
     reference = rows.Reference(delay=1, error_feedback=1.0)
-    return run(flags, row.world, mode, reference=reference, hooks=hook and f"tests.faults:{hook}", timeout=180)
+    return run(flags, row.world, mode, reference=reference, hooks=hook and f"tests.{hook}", timeout=180)
 
 
 @cache
@@ -165,14 +165,15 @@ def test_experts_are_the_flushed_loop_on_older_weights(name: str) -> None:
     ],
 )
 def test_leaving_out_one_switch_is_seen(name: str, fault: str) -> None:
-    wrong = train(ROWS[name], "plugin", hook=fault)
+    wrong = train(ROWS[name], "plugin", hook=f"faults:{fault}")
     with pytest.raises(AssertionError, match="differ"):
         assert_bitwise(wrong, flushed(name))
 
 
 def test_a_bias_without_versions_is_seen_where_a_step_comes_early() -> None:
     """Without recomputation a step that comes as late as it can changes a bias that nobody reads any more."""
-    wrong = train(ROWS[QUANTILE_BALANCING], "plugin", "--asyncpp-blocking-step", hook="without_versions_of_biases")
+    row, hook = ROWS[QUANTILE_BALANCING], "faults:without_versions_of_biases"
+    wrong = train(row, "plugin", "--asyncpp-blocking-step", hook=hook)
     with pytest.raises(AssertionError, match="differ"):
         assert_bitwise(wrong, flushed(QUANTILE_BALANCING))
 
@@ -181,7 +182,7 @@ def test_a_bias_without_versions_is_seen_where_a_step_comes_early() -> None:
 def test_deferred_is_blocking(name: str) -> None:
     """With evaluations in between, and one stage late at every step."""
     evaluation = {"eval_interval": 3, "eval_iters": 1}
-    deferred = train(ROWS[name], "plugin", hook="delay_one_stage", **evaluation)
+    deferred = train(ROWS[name], "plugin", hook="late_ranks:delay_one_stage", **evaluation)
     blocking = train(ROWS[name], "plugin", "--asyncpp-blocking-step", **evaluation)
     for done in (deferred, blocking):
         assert_bitwise(done, flushed(name))
@@ -192,7 +193,7 @@ def test_deferred_is_blocking(name: str) -> None:
 @pytest.mark.parametrize("step", [(), ("--asyncpp-blocking-step",)], ids=["deferred", "blocking"])
 def test_a_skipped_update_leaves_the_bias_as_it_was(step: tuple[str, ...]) -> None:
     skip = ("--asyncpp-skip-nonfinite", "--no-check-for-nan-in-loss-and-grad", *step)
-    done = train(ROWS[BIAS], "plugin", *skip, hook="poison_batch_three_and_watch_biases", iterations=7)
+    done = train(ROWS[BIAS], "plugin", *skip, hook="faults:poison_batch_three_and_watch_biases", iterations=7)
     assert [rank.skipped for rank in done.ranks] == [[3], [3]]
     for rank in done.ranks:
         biases = [bias for bias, _ in rank.extra["biases"]]
@@ -266,7 +267,7 @@ def test_the_log_says_which_iteration_a_loss_is_of() -> None:
 def test_losses_of_two_batches_in_one_figure_are_seen() -> None:
     """The weights are right without the switch: only the log would be wrong."""
     name = "ep2 pp2 alltoall, aux_loss"
-    wrong = train(ROWS[name], "plugin", hook="without_batch_state")
+    wrong = train(ROWS[name], "plugin", hook="faults:without_batch_state")
     assert_bitwise(wrong, flushed(name))
     assert wrong.last.metrics != flushed(name).last.metrics
 
@@ -308,21 +309,21 @@ def test_figures_of_layers_are_written_as_megatron_does() -> None:
 def test_an_undeclared_state_is_refused_and_a_declared_one_is_right() -> None:
     plain = Topology(2, 2)
     with pytest.raises(RankError, match=r"a forward changes the buffer .*layers\.0\.extra\.seen .*\.declare_state in"):
-        train(plain, "plugin", hook="add_stateful_module")
+        train(plain, "plugin", hook="faults:add_stateful_module")
     bias = r"finalize_model_grads changes the buffer .*layers\.0\.extra\.user_bias .*\.declare_state in"
     with pytest.raises(RankError, match=bias):
-        train(plain, "plugin", hook="declare_only_the_sum")
+        train(plain, "plugin", hook="faults:declare_only_the_sum")
     for recompute in ((), FULL_RECOMPUTE):
-        reference = train(plain, "fixture", *recompute, hook="add_stateful_module")
+        reference = train(plain, "fixture", *recompute, hook="faults:add_stateful_module")
         assert reference.ranks[0].final["decoder.layers.0.extra.user_bias"].any()
         more = (*recompute, "--asyncpp-check-versions")
-        done = train(plain, "plugin", *more, hook="declare_stateful_module", eval_interval=5, eval_iters=1)
+        done = train(plain, "plugin", *more, hook="faults:declare_stateful_module", eval_interval=5, eval_iters=1)
         assert_bitwise(done, reference)
 
 
 def test_a_state_that_changes_only_in_a_recomputed_forward_is_refused() -> None:
     with pytest.raises(RankError, match=r"a backward changes the buffer .*layers\.0\.extra\.seen"):
-        train(Topology(2, 2, FULL_RECOMPUTE), "plugin", hook="add_stateful_module")
+        train(Topology(2, 2, FULL_RECOMPUTE), "plugin", hook="faults:add_stateful_module")
 
 
 def test_a_declaration_must_name_what_is_there() -> None:

@@ -179,3 +179,18 @@ def test_schedules_import_neither_torch_nor_megatron() -> None:
                 assert name.split(".")[0] not in {"torch", "megatron"}, f"{file.name} imports {name}"
                 ours = name.split(".")[0] != "megatron_asyncpp" or name.startswith("megatron_asyncpp.schedules")
                 assert ours, f"{file.name} imports {name}: imports run from schedules outwards"
+
+
+@pytest.mark.parametrize(
+    ("given", "versions"),
+    [
+        ({"older": True}, [5, 6, 7]),
+        ({}, [6, 6, 7]),
+        ({"older": True, "sync_start": 5}, [5, 6, 7]),
+        ({"older": True, "sync_start": 6}, [6, 6, 7]),  # the first after the start has no older weights
+        ({"older": True, "sync_start": 7}, [6, 7, 7]),
+        ({"older": True, "sync_cooldown": 3}, [6, 7, 8]),
+    ],
+)
+def test_a_continued_run_begins_on_the_older_weights(given: dict, versions: list[int]) -> None:
+    assert [batch.version for batch in batches(6, 9, 4, delay=1, **given)] == versions

@@ -111,7 +111,7 @@ def test_iterations_that_are_skipped_around_it(tmp_path: Path) -> None:
 )
 def test_a_run_that_was_asked_to_leave(flag: tuple[str, ...], hook: str, tmp_path: Path) -> None:
     run = Shape()
-    first = run.train(*saving(tmp_path, 1000), *flag, hook=f"tests.faults:{hook}")
+    first = run.train(*saving(tmp_path, 1000), *flag, hook=f"tests.late_ranks:{hook}")
     assert len(first.losses) == 5
     assert_continued(control(run), run.train(*loading(tmp_path), *flag), 5, first)
 

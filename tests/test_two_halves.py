@@ -40,7 +40,7 @@ PAIRED = (
 def test_deferred_is_blocking(name: str) -> None:
     """With clipping hard, evaluations in between, and one stage late by 0 to 200 ms at every step."""
     row = TOPOLOGIES[name]
-    deferred, blocking = train(row, hook="tests.faults:delay_one_stage"), train(row, *BLOCKING)
+    deferred, blocking = train(row, hook="tests.late_ranks:delay_one_stage"), train(row, *BLOCKING)
     rows.assert_delayed(deferred, 4, ITERATIONS)
     assert max(deferred.grad_norms) > 50 * HARD, "clipping wasn't hard"
     assert_bitwise(deferred, blocking)
@@ -60,7 +60,7 @@ def test_the_last_stage_steps_in_place(evaluates: bool) -> None:
     """It gets a second buffer only when a step has to be finished early, as for an evaluation."""
     extra = {"eval_interval": 3, "eval_iters": 1} if evaluates else {}
     flags = tiny_flags(2, 4, iterations=6, extra=rows.TWO_BW, **extra)
-    done = run(flags, 2, hooks="tests.faults:delay_one_stage")
+    done = run(flags, 2, hooks="tests.late_ranks:delay_one_stage")
     assert [rank.extra["slots"] for rank in done.ranks] == [2, 1 + evaluates]
 
 
@@ -68,7 +68,7 @@ def test_the_last_stage_steps_in_place(evaluates: bool) -> None:
 def test_without_a_wait_the_masters_step_at_begin(optimizer: tuple[str, ...]) -> None:
     """In bf16 without clipping nothing is waited for: no gradient is copied, and the bits are the same."""
     flags = tiny_flags(2, 4, bf16=True, extra=(*rows.TWO_BW, *rows.feedback_flags(1.0), *optimizer))
-    done = run(flags, 2, hooks="tests.faults:delay_one_stage", initial=rows.initial())
+    done = run(flags, 2, hooks="tests.late_ranks:delay_one_stage", initial=rows.initial())
     assert [rank.extra["holds gradients"] for rank in done.ranks] == [False, False]
     reference = rows.fixture(2, 4, 1.0, 0.0, extra=optimizer, bf16=True)
     assert_bitwise(done, reference)
@@ -131,7 +131,7 @@ def test_all_ranks_leave_after_the_same_iteration(flag: tuple, hook: str, says: 
     """One rank alone asks for it in iteration 4; all have agreed by the end of the next one, and save."""
     save = ("--save", str(tmp_path), "--save-interval", "1000", "--ckpt-format", "torch_dist")
     flags = tiny_flags(2, 4, extra=(*rows.TWO_BW, *flag, *save))
-    done = run(flags, 2, hooks=f"tests.faults:{hook}")
+    done = run(flags, 2, hooks=f"tests.late_ranks:{hook}")
     begun = [[a.batch for a in rank.actions if a.kind == "Begin"] for rank in done.ranks]
     assert begun == [[0, 1, 2, 3, 4]] * 2
     assert says in done.ranks[0].stdout + done.ranks[-1].stdout
@@ -142,7 +142,7 @@ def test_all_ranks_leave_after_the_same_iteration(flag: tuple, hook: str, says: 
 def test_a_rank_that_is_gone_stops_the_others_with_a_message(kind: str) -> None:
     flags = tiny_flags(2, 4, clip=rows.CLIP, extra=rows.TWO_BW)
     with pytest.raises(RankError) as failed:
-        run(flags, 2, hooks=f"tests.faults:{kind}_before_batch_three_on_rank_1", timeout=100)
+        run(flags, 2, hooks=f"tests.late_ranks:{kind}_before_batch_three_on_rank_1", timeout=100)
     assert "no end after" not in str(failed.value)
     assert all(rank.exit_code for rank in failed.value.run.ranks)
     if kind == "hang":  # the others of a rank that dies may notice it at the next message already

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -137,24 +138,34 @@ def running(
     )
     module = unwrap_model(chunk)
     named = {name: weight for name, weight in (*module.named_parameters(), *kept.per_version.items())}
-    continues_on_stale = _continues_on_stale(config, args)
+    upcoming = _batches(config, args)
+    first = next(upcoming, None)
+    continues_on_stale = first is not None and first.version < args.iteration
     if continues_on_stale:
         stale = checkpoint.stale_weights(module)
         ring.hold_older({weight: stale[name] for name, weight in named.items() if name in stale})
     versions: dict[int, int] = {}
+    plan = _noted(upcoming if first is None else chain([first], upcoming), versions)
     names = {weight: name for name, weight in named.items()}
     corrections = [correction for one in inner for correction in _corrections(config, one)]
     metrics = MoEMetrics.of(args)
     # Without a delay Megatron switches, sums and updates all of that itself.
     updates = (*moe.router_updates(chunk), *kept.updates)
-    state = BatchState((*kept.per_batch, TrackerPlace()), updates) if halves else BatchState()
+    tracker = (TrackerPlace(),) if metrics.layers else ()
+    state = BatchState((*kept.per_batch, *tracker), updates) if halves else BatchState()
     step = (
         _two_half_step(config, args, ring, chunk, optimizer, opt_param_scheduler, corrections, state, metrics)
         if halves
         else WholeStep(ring, chunk, optimizer.step, opt_param_scheduler.step)
     )
     pipeline = Pipeline(
-        with_exchanges(_plan(config, args, args.iteration - continues_on_stale, versions)),
+        with_exchanges(
+            config.schedule.generate(
+                parallel_state.get_pipeline_model_parallel_rank(),
+                parallel_state.get_pipeline_model_parallel_world_size(),
+                plan,
+            )
+        ),
         chunk,
         ring,
         step,
@@ -261,23 +272,17 @@ def _corrections(config: AsyncPPConfig, optimizer: torch.optim.Optimizer) -> Ite
         yield DelayCompensation(optimizer, config.delay_compensation)
 
 
-def _plan(config: AsyncPPConfig, args: Namespace, oldest: int, versions: dict[int, int]) -> Iterator[Any]:
-    return config.schedule.generate(
-        parallel_state.get_pipeline_model_parallel_rank(),
-        parallel_state.get_pipeline_model_parallel_world_size(),
-        _noted(
-            batches(
-                first=args.iteration,
-                last=args.train_iters,
-                microbatches=_microbatches(args),
-                delay=config.schedule.delay,
-                oldest=oldest if oldest < args.iteration else None,
-                sync_start=config.sync_start,
-                sync_cooldown=config.sync_cooldown,
-                skipped={iteration - 1 for iteration in args.iterations_to_skip},  # Megatron counts these from one
-            ),
-            versions,
-        ),
+def _batches(config: AsyncPPConfig, args: Namespace) -> Iterator[Batch]:
+    loaded = checkpoint.loaded()
+    return batches(
+        first=args.iteration,
+        last=args.train_iters,
+        microbatches=_microbatches(args),
+        delay=config.schedule.delay,
+        older=bool(args.iteration and loaded is not None and loaded.added is not None and loaded.added["stale"]),
+        sync_start=config.sync_start,
+        sync_cooldown=config.sync_cooldown,
+        skipped={iteration - 1 for iteration in args.iterations_to_skip},  # Megatron counts these from one
     )
 
 
@@ -287,14 +292,6 @@ def _noted(plan: Iterator[Batch], versions: dict[int, int]) -> Iterator[Batch]:
         versions[batch.index] = batch.version
         versions.pop(batch.index - 2, None)
         yield batch
-
-
-def _continues_on_stale(config: AsyncPPConfig, args: Namespace) -> bool:
-    """Whether the first batch runs on the version before the newest, which is in the checkpoint that was loaded."""
-    loaded = checkpoint.loaded()
-    saved = bool(args.iteration and loaded is not None and loaded.added is not None and loaded.added["stale"])
-    synchronous = args.iteration <= config.sync_start or args.iteration >= args.train_iters - config.sync_cooldown
-    return saved and config.schedule.delay > 0 and not synchronous
 
 
 def _microbatches(args: Namespace) -> Iterator[int]:

@@ -21,7 +21,7 @@ def batches(
     microbatches: int | Iterable[int],
     delay: int,
     *,
-    oldest: int | None = None,
+    older: bool = False,
     skipped: Collection[int] = frozenset(),
     sync_start: int = 0,
     sync_cooldown: int = 0,
@@ -41,7 +41,8 @@ def batches(
         microbatches: M of each iteration from ``first`` on, skipped ones included; or one M for all. It is read one
             iteration ahead of the batches that are asked for.
         delay: in optimizer steps, 0 or 1.
-        oldest: in a run that is continued, the oldest version that a delayed batch may run on, if it isn't the first.
+        older: whether V(first - 1) is there as well, in a run that is continued. The first batch runs on it unless it
+            is synchronous, or the first one after the synchronous start.
         skipped: iterations whose data Megatron throws away without training on it.
         sync_start: iterations before this one are synchronous.
         sync_cooldown: the last so many iterations are synchronous.
@@ -51,7 +52,7 @@ def batches(
         _Iteration(number, count, delay == 0 or number < sync_start or number >= last - sync_cooldown)
         for number, count in zip(range(first, last), counts, strict=False)
     )
-    index = first
+    index, oldest = first, first - 1 if older and first > sync_start else None
     iteration = next(iterations, None)
     while iteration is not None:
         following = next(iterations, None)

@@ -20,11 +20,9 @@ class Reference:
         sync_start: the first N batches run on the newest weights.
         sync_cooldown: the last N batches do.
         skipped: batches whose update is skipped (oracle only): V(k+1) = V(k), and nothing else moves either.
-        norm_partition: parameter names of each pipeline stage, for the oracle: Megatron sums the squares of the
-            gradient norm within each stage first, and only the same order of additions gives the same bits. None is one
-            stage.
-        norm_dtype: "float32" sums the norm's squares as Megatron does, "float64" as the plugin's step in two halves
-            does. None is the one of the two that belongs to the delay.
+        norm_partition: parameter names of each pipeline stage, for the oracle without a delay: Megatron sums the
+            squares of the gradient norm within each stage first, and only the same order of additions gives the same
+            bits. None is one stage.
         replicas: for the oracle, which computes all of them: the data-parallel replicas, to which microbatches go in
             turn. Each sums its own gradients, and what is stepped with is their mean.
         tied_apart: for the oracle, with tied embeddings: first and last stage differ, so the gradient of each of the
@@ -40,14 +38,16 @@ class Reference:
     sync_cooldown: int = 0
     skipped: frozenset[int] = frozenset()
     norm_partition: tuple[tuple[str, ...], ...] | None = None
-    norm_dtype: str | None = None
     replicas: int = 1
     tied_apart: bool = False
 
     @property
     def exact_norm(self) -> bool:
-        """Whether the norm's squares are summed in fp64, where neither order nor sharding shows."""
-        return (self.norm_dtype or ("float64" if self.delay else "float32")) == "float64"
+        """Whether the norm's squares are summed in fp64, as by the plugin's step in two halves, or as Megatron does.
+
+        In fp64 neither their order nor how they are sharded shows.
+        """
+        return self.delay > 0
 
     def synchronous(self, k: int, batches: int) -> bool:
         """Whether batch k of `batches` belongs to the synchronous start or cooldown (or there is no delay at all)."""
