@@ -495,9 +495,9 @@ def keep_previous_updates(result: RankResult) -> None:
 
 def forget_the_stale_weights() -> None:
     """Continue from a checkpoint as if it had no stale weights."""
-    from megatron_asyncpp.integration import run
+    from megatron_asyncpp.integration import checkpoint
 
-    run._continues_on_stale = lambda config, args: False
+    checkpoint.loaded = lambda: None
 
 
 def take_the_newest_for_stale() -> None:
