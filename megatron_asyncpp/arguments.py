@@ -13,9 +13,8 @@ from megatron_asyncpp.schedules import SCHEDULES, Schedule
 
 PREFIX = "--asyncpp-"
 
-# What --asyncpp-schedule offers, and the plan of it with --asyncpp-blocking-step.
+# What --asyncpp-schedule offers.
 RUNNABLE = {name: SCHEDULES[name] for name in ("1f1b", "2bw")}
-_BLOCKING = {"2bw": SCHEDULES["2bw-blocking"]}
 
 
 @dataclass(frozen=True)
@@ -30,6 +29,7 @@ class AsyncPPConfig:
         delay_compensation: lam of DC-ASGD, or None for none.
         muon_preset: a key of ``muon_preset.PRESETS``, or None.
         check_versions: whether every backward checks that it uses the weights of its forward.
+        lead: how far a stage's forwards run ahead of its backwards, "tight" or "wide".
         blocking_step: whether both halves of the optimizer step are at the end of an iteration.
         skip_nonfinite: whether an update is skipped if a gradient isn't finite.
         sync_start: the first so many iterations are synchronous.
@@ -44,6 +44,7 @@ class AsyncPPConfig:
     delay_compensation: float | None
     muon_preset: str | None
     check_versions: bool
+    lead: str
     blocking_step: bool
     skip_nonfinite: bool
     sync_start: int
@@ -52,8 +53,8 @@ class AsyncPPConfig:
 
     @property
     def schedule(self) -> Schedule:
-        """The schedule of that name."""
-        return _BLOCKING[self.name] if self.blocking_step else RUNNABLE[self.name]
+        """The plan of that name, lead and step."""
+        return SCHEDULES[self.name + "-wide" * (self.lead == "wide") + "-blocking" * self.blocking_step]
 
     def correction(self) -> str:
         """The correction for the delay, in words."""
@@ -128,6 +129,14 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         help="Train the last N iterations synchronously.",
     )
     group.add_argument(
+        f"{PREFIX}lead",
+        choices=["tight", "wide"],
+        default=None,
+        help="How many forwards a stage runs ahead of its backwards: P-1-s of stage s, as in 1F1B, if left out, or "
+        "wide, twice as many. With those a message may take as long as a microbatch and nobody waits for it, for as "
+        "many more microbatches of activations. Needs 2P-1 microbatches.",
+    )
+    group.add_argument(
         f"{PREFIX}blocking-step",
         action="store_true",
         help="Make the whole optimizer step at the end of an iteration, where all stages wait for each other. The same "
@@ -166,6 +175,7 @@ def config_from(args: Namespace) -> AsyncPPConfig | None:
         delay_compensation=args.asyncpp_delay_compensation,
         muon_preset=args.asyncpp_muon_preset,
         check_versions=args.asyncpp_check_versions,
+        lead=args.asyncpp_lead or "tight",
         blocking_step=args.asyncpp_blocking_step,
         skip_nonfinite=args.asyncpp_skip_nonfinite,
         sync_start=args.asyncpp_sync_start_iters,
@@ -203,6 +213,7 @@ def check(args: Namespace, argv: list[str]) -> None:
             "delay_compensation",
             "muon_preset",
             "check_versions",
+            "lead",
             "blocking_step",
             "skip_nonfinite",
             "sync_start_iters",
@@ -254,6 +265,11 @@ def _check_step(args: Namespace) -> None:
                 f"{PREFIX}{name.replace('_', '-')} is about the optimizer step in two halves, and {PREFIX}schedule "
                 f"{args.asyncpp_schedule} makes Megatron's own: use {PREFIX}schedule 2bw, or leave it out"
             )
+    if args.asyncpp_lead is not None and RUNNABLE[args.asyncpp_schedule].delay == 0:
+        raise AsyncPPError(
+            f"{PREFIX}lead is about forwards of the next batch, and {PREFIX}schedule {args.asyncpp_schedule} runs none "
+            f"ahead: use {PREFIX}schedule 2bw, or leave it out"
+        )
     if args.asyncpp_eval_weights is not None and RUNNABLE[args.asyncpp_schedule].delay == 0:
         raise AsyncPPError(
             f"{PREFIX}eval-weights chooses between two versions of the weights, and {PREFIX}schedule "
@@ -302,17 +318,20 @@ def _check_microbatches(args: Namespace, config: AsyncPPConfig) -> None:
     if args.micro_batch_size is None or config.schedule.delay == 0:
         return
     microbatches = _first_delayed_microbatches(args, config, replicas)
-    if microbatches < stages:
-        enough = stages * args.micro_batch_size * replicas
+    least = config.schedule.least_microbatches(stages)
+    if microbatches < least:
+        enough = least * args.micro_batch_size * replicas
         larger = (
             f"raise --global-batch-size to at least {enough}"
             if args.step_batch_size_schedule is None
             else f"begin --step-batch-size-schedule with at least {enough}, raise {PREFIX}sync-start-iters"
         )
+        needs, wide = f"{PREFIX}schedule {config.name} needs at least as many microbatches as pipeline stages", ""
+        if config.lead == "wide":
+            needs, wide = f"{PREFIX}lead wide needs at least 2P-1 microbatches for P pipeline stages", ", leave it out"
         raise AsyncPPError(
-            f"{PREFIX}schedule {config.name} needs at least as many microbatches as pipeline stages, but there are "
-            f"{microbatches} microbatches for {stages} stages: {larger}, or lower --micro-batch-size or "
-            f"--pipeline-model-parallel-size"
+            f"{needs}, but there are {microbatches} microbatches for {stages} stages: {larger}{wide}, or lower "
+            f"--micro-batch-size or --pipeline-model-parallel-size"
         )
 
 

@@ -13,7 +13,7 @@ from megatron_asyncpp.schedules.simulate import Simulation, simulate
 from megatron_asyncpp.schedules.slowdown import FORMULAS
 
 # In the order in which they are offered and listed: those that drain, then those that don't.
-NAMES = ("1f1b", "interleaved", "zb1p", "dualpipe", "2bw-blocking", "2bw", "pipedream", "paci")
+NAMES = ("1f1b", "interleaved", "zb1p", "dualpipe", "2bw-blocking", "2bw", "2bw-wide", "pipedream", "paci")
 
 
 @dataclass(frozen=True)

@@ -64,10 +64,10 @@ def _one(args: argparse.Namespace, latency: Fraction) -> int:
         _check_formula(name, stages, count, forward, backward, latency)
     else:
         schedule = SCHEDULES[name]
-        if schedule.delay and not schedule.steps_alone and count < stages:
+        if count < (least := schedule.least_microbatches(stages)):
             raise AsyncPPError(
-                f"The schedule {name} needs at least as many microbatches as stages, but --microbatches is {count} and "
-                f"--pp is {stages}: raise the first or lower the second."
+                f"The schedule {name} needs at least {least} microbatches for --pp {stages}, but --microbatches is "
+                f"{count}: raise it or lower --pp."
             )
     prediction = predict(name, stages, count, forward, backward, latency, args.virtual_stages)
     if args.json:

@@ -16,13 +16,14 @@ _COLORS = ("#1B4F72", "#2E86C1", "#AED6F1")
 
 
 def sweep(forward: Fraction, backward: Fraction, latency: Fraction, virtual_stages: int) -> list[Prediction]:
-    """Every schedule at every size, by P, then schedule, then M; with latency only those that are plans."""
+    """Every schedule at every size that it can run, by P, then schedule, then M; with latency only plans."""
     return [
         predict(name, p, factor * p, [forward] * p, [backward] * p, latency, virtual_stages)
         for p in STAGES
         for name in NAMES
         if name in SCHEDULES or not latency
         for factor in MICROBATCHES_PER_STAGE
+        if name not in SCHEDULES or factor * p >= SCHEDULES[name].least_microbatches(p)
     ]
 
 
@@ -32,7 +33,8 @@ def table(predictions: Sequence[Prediction]) -> str:
     lines = [["P", "schedule", *sizes, "live activations", "weight versions", "staleness"]]
     for _, group in groupby(predictions, key=lambda one: (one.stages, one.schedule)):
         row = list(group)
-        slowdowns = [three_decimals(one.slowdown) for one in row]
+        by_size = {one.microbatches // one.stages: three_decimals(one.slowdown) for one in row}
+        slowdowns = [by_size.get(factor, "-") for factor in MICROBATCHES_PER_STAGE]
         lines.append([str(row[0].stages), _label(row[0]), *slowdowns, *_figures(row)])
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     lines.insert(1, ["-" * (width - 1) + ":" if i != 1 else "-" * width for i, width in enumerate(widths)])
@@ -81,9 +83,10 @@ def draw(predictions: Sequence[Prediction], setting: str, out: Path) -> None:
     height = 0.8 / len(MICROBATCHES_PER_STAGE)
     for panel, stages in zip(panels, STAGES, strict=True):
         own = [one for one in predictions if one.stages == stages]
+        names = list(dict.fromkeys(_label(one) for one in own))
         for i, (factor, color) in enumerate(zip(MICROBATCHES_PER_STAGE, _COLORS, strict=True)):
             bars = [one for one in own if one.microbatches == factor * stages]
-            places = [position + (i - 1) * height for position in range(len(bars))]
+            places = [names.index(_label(one)) + (i - 1) * height for one in bars]
             name = f"M = {factor if factor > 1 else ''}P microbatches per batch"
             panel.barh(places, [one.slowdown - 1 for one in bars], height, left=1, color=color, label=name)
             for place, one in zip(places, bars, strict=True):
@@ -92,7 +95,6 @@ def draw(predictions: Sequence[Prediction], setting: str, out: Path) -> None:
         panel.set_title(f"P = {stages} stages")
         panel.set_xlabel("time per batch / time without any waiting")
         panel.set_xlim(1, 1 + (longest - 1) * 1.2)
-        names = [_label(one) for one in own[:: len(MICROBATCHES_PER_STAGE)]]
         panel.set_yticks(range(len(names)), names)
         panel.spines[["top", "right"]].set_visible(False)
     panels[0].invert_yaxis()

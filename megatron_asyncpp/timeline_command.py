@@ -74,10 +74,10 @@ def _check(args: argparse.Namespace) -> None:
     if _time("--latency", args.latency) < 0:
         raise AsyncPPError(f"--latency {args.latency} is no time that a message takes: give a number from 0 on.")
     schedule = SCHEDULES[args.schedule]
-    if schedule.delay > 0 and not schedule.steps_alone and args.microbatches < args.pp:
+    if args.microbatches < (least := schedule.least_microbatches(args.pp)):
         raise AsyncPPError(
-            f"The schedule {args.schedule} needs at least as many microbatches as stages, but --microbatches is "
-            f"{args.microbatches} and --pp is {args.pp}: raise the first or lower the second."
+            f"The schedule {args.schedule} needs at least {least} microbatches for --pp {args.pp}, but --microbatches "
+            f"is {args.microbatches}: raise it or lower --pp."
         )
     suffixes = _SUFFIXES[args.format]
     if args.out.suffix not in suffixes:

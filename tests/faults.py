@@ -519,3 +519,18 @@ def forget_the_correction() -> None:
     from megatron_asyncpp.integration import checkpoint
 
     checkpoint.restored_keys = lambda config: ()
+
+
+def take_what_has_not_arrived() -> None:
+    """Use an input that was posted ahead without waiting for it."""
+    from megatron_asyncpp.runtime.wire import PostedAhead
+
+    def take(self: PostedAhead, payload: Any) -> Any:
+        if not self._has_neighbour(payload, sends=False):
+            return [None]
+        tensor, work = self._coming[payload].popleft()
+        taken = tensor.detach().clone().requires_grad_()
+        work.wait()
+        return [taken]
+
+    PostedAhead.take = take  # type: ignore[method-assign]

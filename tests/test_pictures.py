@@ -347,7 +347,7 @@ def test_the_command_writes_each_format(tmp_path: Path, capsys: pytest.CaptureFi
         (["--out", "nowhere/t.png"], "can't be written (No such file or directory): give --out a file in a folder"),
         (["--out", "file/t.svg"], "can't be written (Not a directory): give --out a file in a folder"),
         (["--out", "nowhere/t.json", "--format", "perfetto"], "can't be written (No such file or directory): give"),
-        (["--out", "t.png", "--pp", "3"], "--microbatches is 2 and --pp is 3: raise the first or lower the second."),
+        (["--out", "t.png", "--pp", "3"], "at least 3 microbatches for --pp 3, but --microbatches is 2: raise it"),
         (["--out", "t.png", "--pp", "0"], "--pp 0 leaves nothing to show: give at least 1."),
         (["--out", "t.png", "--batches", "0"], "--batches 0 leaves nothing to show: give at least 1."),
         (["--out", "t.png", "--backward", "0"], "--backward 0 is no time that work takes: give numbers above 0."),

@@ -24,17 +24,21 @@ def plan(name: str, stage: int, stages: int, microbatches: int | list[int], **co
     return list(schedule.generate(stage, stages, batches(0, BATCHES, microbatches, schedule.delay, **course)))
 
 
-def messages(actions: list[Action], direction: str) -> list[tuple[str, int, int, int]]:
+def messages(actions: list[Action], direction: str, ahead: bool) -> list[tuple[str, int, int, int]]:
     """(send or receive, call, batch, microbatch) of one direction, in order; a call ends with Begin."""
-    found, call, made, wanted = [], 0, None, None
-    flow = list(with_exchanges(actions))
+    found, call, made = [], 0, None
+    flow = list(with_exchanges(actions, ahead))
+    kinds = {"forward": Forward, "backward": Backward}
+    needing = {kind: iter([s for s in flow if isinstance(s, kinds[kind])]) for kind in kinds}
     for i, step in enumerate(flow):
         if isinstance(step, Begin):
             call += 1
         elif isinstance(step, Forward | Backward):
             made = step
         elif isinstance(step, Exchange):
-            wanted = next((s for s in flow[i:] if isinstance(s, Forward | Backward)), None)
+            following = next((s for s in flow[i:] if isinstance(s, Forward | Backward)), None)
+            wanted = step.receive and next(needing[step.receive])
+            assert ahead or wanted in (None, following)
             if step.send == direction:
                 found.append(("send", call, made.batch, made.microbatch))
             if step.receive == direction:
@@ -45,6 +49,7 @@ def messages(actions: list[Action], direction: str) -> list[tuple[str, int, int,
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize(("stages", "microbatches"), SHAPES)
 def test_neighbours_agree_on_the_order_and_call_of_every_message(name: str, stages: int, microbatches: int) -> None:
+    microbatches = max(microbatches, SCHEDULES[name].least_microbatches(stages))
     growing = [microbatches, microbatches, 2 * microbatches, 2 * microbatches]
     for counts, course in (
         ([microbatches] * BATCHES, {}),
@@ -56,8 +61,9 @@ def test_neighbours_agree_on_the_order_and_call_of_every_message(name: str, stag
         plans = [plan(name, s, stages, counts, **course) for s in range(stages)]
         for s in range(stages - 1):
             for direction, sender, receiver in (("forward", s, s + 1), ("backward", s + 1, s)):
-                sent = [m[1:] for m in messages(plans[sender], direction) if m[0] == "send"]
-                received = [m[1:] for m in messages(plans[receiver], direction) if m[0] == "receive"]
+                ahead = SCHEDULES[name].ahead
+                sent = [m[1:] for m in messages(plans[sender], direction, ahead) if m[0] == "send"]
+                received = [m[1:] for m in messages(plans[receiver], direction, ahead) if m[0] == "receive"]
                 assert sent == received, f"{direction} from stage {sender} to {receiver}"
                 trained = [m for k, m in enumerate(counts) if k not in course.get("skipped", ())]
                 assert len(sent) == sum(trained)
@@ -67,6 +73,7 @@ def test_neighbours_agree_on_the_order_and_call_of_every_message(name: str, stag
 @pytest.mark.parametrize(("stages", "microbatches"), SHAPES)
 def test_every_backward_is_on_the_weights_of_its_forward(name: str, stages: int, microbatches: int) -> None:
     schedule = SCHEDULES[name]
+    microbatches = max(microbatches, schedule.least_microbatches(stages))
     for s in range(stages):
         newest, in_flight, count = 0, [], Counter[type]()
         ring = schedule.versions(s, stages)
@@ -95,8 +102,8 @@ def test_every_backward_is_on_the_weights_of_its_forward(name: str, stages: int,
 def test_2bw_as_one_reads_it() -> None:
     short = {Forward: "F", Backward: "B", Flush: "|", Begin: "(", Finish: ")"}
 
-    def text(name: str, stage: int) -> str:
-        actions = SCHEDULES[name].generate(stage, 3, batches(0, 3, 3, delay=1))
+    def text(name: str, stage: int, microbatches: int = 3) -> str:
+        actions = SCHEDULES[name].generate(stage, 3, batches(0, 3, microbatches, delay=1))
         return " ".join(
             f"{short[type(a)]}{a.batch}{a.microbatch}"
             if isinstance(a, Forward | Backward)
@@ -109,6 +116,10 @@ def test_2bw_as_one_reads_it() -> None:
     )
     assert text("2bw", 0) == (
         "F00 F01 F02 B00 F10 B01 F11 B02 (0 F12 B10 )0 F20 B11 F21 B12 (1 F22 B20 B21 B22 |2 )1 (2 )2"
+    )
+    assert text("2bw-wide", 1, microbatches=5) == (
+        "F00 F01 F02 B00 F03 B01 F04 B02 F10 B03 F11 B04 (0 F12 B10 F13 B11 F14 B12 )0 F20 B13 F21 B14 "
+        "(1 F22 B20 F23 B21 F24 B22 B23 B24 |2 )1 (2 )2"
     )
     assert text("2bw", 1) == (
         "F00 F01 B00 F02 B01 F10 B02 (0 F11 B10 F12 B11 )0 F20 B12 (1 F21 B20 F22 B21 B22 |2 )1 (2 )2"
@@ -194,3 +205,17 @@ def test_schedules_import_neither_torch_nor_megatron() -> None:
 )
 def test_a_continued_run_begins_on_the_older_weights(given: dict, versions: list[int]) -> None:
     assert [batch.version for batch in batches(6, 9, 4, delay=1, **given)] == versions
+
+
+def test_inputs_that_are_received_ahead() -> None:
+    short = {Forward: "F", Backward: "B", Flush: "|", Begin: "(", Finish: ")"}
+    flow = with_exchanges(SCHEDULES["2bw-wide"].generate(1, 2, batches(0, 2, 3, delay=1)), ahead=True)
+    written = [
+        f"[{'g' if step.send == 'backward' else ''}{'f' if step.receive == 'forward' else ''}]"
+        if isinstance(step, Exchange)
+        else short[type(step)]
+        for step in flow
+        if not (isinstance(step, Exchange) and step.receive == "backward")  # from no stage
+    ]
+    # The last of two stages: two inputs before the first forward, and with each gradient the input after next.
+    assert " ".join(written) == "[f] [f] F B [gf] F B [gf] F B [gf] ( F B [gf] F B [g] F B [g] | ) ( )"

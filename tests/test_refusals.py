@@ -139,6 +139,8 @@ def test_skipping_is_refused_where_megatron_fails(parse: Callable[..., Namespace
         (["--asyncpp-error-feedback"], "--asyncpp-error-feedback needs a schedule: add --asyncpp-schedule 2bw"),
         (["--asyncpp-eval-weights", "newest"], "--asyncpp-eval-weights needs a schedule"),
         (["--asyncpp-schedule", "1f1b", "--asyncpp-eval-weights", "stale"], "1f1b has one"),
+        (["--asyncpp-lead", "tight"], "--asyncpp-lead needs a schedule"),
+        (["--asyncpp-schedule", "1f1b", "--asyncpp-lead", "wide"], "1f1b runs none ahead"),
         (["--asyncpp-check-versions"], "--asyncpp-check-versions needs a schedule"),
         ([*rows.TWO_BW, "--asyncpp-error-feedback", "-1"], "-1.0 is no strength"),
         ([*rows.TWO_BW, "--asyncpp-error-feedback", "nan"], "nan is no strength"),
@@ -191,6 +193,13 @@ def test_bare_error_feedback_is_one(parse: Callable[..., Namespace]) -> None:
 def test_a_world_that_holds_no_replica(parse: Callable[..., Namespace]) -> None:
     with pytest.raises(AsyncPPError, match="takes 4 processes .* but 1 were started: launch a multiple of 4"):
         parse([*tiny_flags(4, 4), *rows.TWO_BW])
+
+
+def test_a_wide_lead_needs_more_microbatches(parse: Callable[..., Namespace]) -> None:
+    wide = [*rows.TWO_BW, "--asyncpp-lead", "wide"]
+    parse([*tiny_flags(4, 7), *wide], world_size=4)
+    with pytest.raises(AsyncPPError, match="needs at least 2P-1 .* are 6 .* 4 stages: raise .* to at least 7, leave"):
+        parse([*tiny_flags(4, 6), *wide], world_size=4)
 
 
 @pytest.mark.parametrize("microbatches", [1, 2, 3])

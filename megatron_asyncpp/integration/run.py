@@ -164,7 +164,8 @@ def running(
                 parallel_state.get_pipeline_model_parallel_rank(),
                 parallel_state.get_pipeline_model_parallel_world_size(),
                 plan,
-            )
+            ),
+            config.schedule.ahead,
         ),
         chunk,
         ring,
@@ -173,6 +174,7 @@ def running(
         state,
         kept.per_batch,
         checkpoint.random_states if args.save else lambda: None,
+        config.schedule.ahead,
     )
     extra = ring.extra_bytes + sum(correction.kept_bytes for correction in corrections)
     extra += step.held_bytes if isinstance(step, TwoHalfStep) else 0

@@ -1,4 +1,4 @@
-"""Executes the plan of one stage with Megatron's forward_step, backward_step and P2PCommunicator.
+"""Executes the plan of one stage with Megatron's forward_step and backward_step.
 
 There is no schedule logic here: what runs next, on which weights, and what is sent and received in between is all in
 the plan. Megatron calls ``forward_backward`` once an iteration, and each call runs the plan up to the next ``Begin``.
@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 from megatron.core.pipeline_parallel import schedules as megatron
-from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from megatron_asyncpp.runtime.batch_state import BatchState, TensorPlace
 from megatron_asyncpp.runtime.buffers import listed_attributes, unchanged_buffers
@@ -22,6 +21,7 @@ from megatron_asyncpp.runtime.check import VersionCheck
 from megatron_asyncpp.runtime.gradients import Alone
 from megatron_asyncpp.runtime.step import Outcome, Step
 from megatron_asyncpp.runtime.weights import WeightRing
+from megatron_asyncpp.runtime.wire import CombinedCalls, PostedAhead, Wire
 from megatron_asyncpp.schedules.actions import Action, Backward, Begin, Finish, Flush, Forward
 from megatron_asyncpp.schedules.exchanges import Exchange
 
@@ -48,8 +48,8 @@ class _Batch:
 class Pipeline:
     """One stage of a pipeline that runs a plan.
 
-    Between two calls nothing is on the wire, and the model's parameters are the newest version. What stays is the
-    stage's in-flight activations and one received input, and maybe a step that is begun and not finished.
+    Between two calls no message is half posted, and the model's parameters are the newest version. What stays is the
+    stage's in-flight activations and its next input, and maybe a step that is begun and not finished.
     """
 
     def __init__(
@@ -62,6 +62,7 @@ class Pipeline:
         state: BatchState | None = None,
         per_batch: Sequence[TensorPlace] = (),
         remember: Callable[[], Any] = lambda: None,
+        ahead: bool = False,
     ) -> None:
         """Set up a stage.
 
@@ -74,6 +75,7 @@ class Pipeline:
             state: what the batches gather besides gradients; switched with the batch of each forward and backward.
             per_batch: the tensors among it. Another buffer of the model may not change in a forward or backward.
             remember: called before the first forward of each batch; a run that is continued begins with what it gave.
+            ahead: whether the plan's exchanges only post their messages.
         """
         self._plan = plan
         self._next = next(plan, None)
@@ -84,7 +86,7 @@ class Pipeline:
                 "num_microbatches_with_partial_activation_checkpoints has no asynchronous plan: unset it"
             )
         self._groups = megatron._build_default_pg_collection()
-        self._wire = P2PCommunicator(pp_group=self._groups.pp, config=self._config)
+        self._wire: Wire = (PostedAhead if ahead else CombinedCalls)(self._groups.pp, self._config)
         self._finalize_groups = copy.copy(self._groups)
         if step.sums_tied_embedding:
             self._finalize_groups.embd = Alone()
@@ -101,7 +103,6 @@ class Pipeline:
         # Once is enough: what a forward changes, its first call does, or, with recomputation, its first backward.
         self._unseen = {"a forward", "a backward", "finalize_model_grads"} if ring.versions > 1 else set()
         self._to_send: Any = None  # made by the last action: output tensors, or gradients of input tensors
-        self._received: Any = None  # for the next action
 
     def forward_backward(
         self,
@@ -141,7 +142,7 @@ class Pipeline:
         )
         if config.timers is not None:
             config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
-        gradient_sync = _GradientSync(config, self._model, self._wire.is_pp_first_stage)
+        gradient_sync = _GradientSync(config, self._model, self._wire.is_first)
         for action in self._run_until_begin():
             if isinstance(action, Exchange):
                 self._exchange(action, shapes)
@@ -153,8 +154,8 @@ class Pipeline:
                 self._backward(action)
             elif isinstance(action, Finish):
                 self._finish(action)
-            elif isinstance(action, Flush) and self._in_flight:
-                raise RuntimeError(f"flush after batch {action.batch} with forwards in flight: the plan is wrong")
+            elif isinstance(action, Flush):
+                self._flush(action)
             self._step.poll()
         gradient_sync.end()
         self._rest()
@@ -202,10 +203,11 @@ class Pipeline:
         return 0 if self._step.pending is None else self._step.pending.samples
 
     def finish_early(self) -> None:
-        """Finish a step that is begun, so that the parameters are V(k+1): for who looks at them between two calls.
+        """Finish what is under way, so that the parameters are V(k+1): for who looks at them between two calls.
 
         All ranks must call it between the same two calls. The next batch still runs on V(k), so that stays in the ring.
         """
+        self._wire.settle()
         if self._step.pending is not None:
             self._outcomes.append(self._step.finish(keep=True))
             self._rest()
@@ -234,6 +236,11 @@ class Pipeline:
         taken, self._outcomes = self._outcomes, []
         return taken
 
+    def _flush(self, action: Flush) -> None:
+        if self._in_flight:
+            raise RuntimeError(f"flush after batch {action.batch} with forwards in flight: the plan is wrong")
+        self._wire.settle()
+
     def _finish(self, action: Finish) -> None:
         if self._step.pending is not None and self._step.pending.batch == action.batch:  # else it was finished early
             self._outcomes.append(self._step.finish(action.keeps))
@@ -252,24 +259,10 @@ class Pipeline:
         return action
 
     def _exchange(self, exchange: Exchange, shapes: Any) -> None:
-        wire, made = self._wire, self._to_send
-        first, last = wire.is_pp_first_stage, wire.is_pp_last_stage
-        match exchange:
-            case Exchange(None, "forward"):
-                self._received = wire.recv_forward(shapes, first)
-            case Exchange(None, "backward"):
-                self._received = wire.recv_backward(shapes, last)
-            case Exchange("forward", None):
-                wire.send_forward(made, last)
-            case Exchange("backward", None):
-                wire.send_backward(made, first)
-            case Exchange("forward", "backward"):
-                self._received = wire.send_forward_recv_backward(made, shapes, last)
-            case Exchange("backward", "forward"):
-                self._received = wire.send_backward_recv_forward(made, shapes, first)
+        self._wire.exchange(exchange, self._to_send, shapes)
         if exchange.send == "forward":
             # Only the graph of an output is needed once it was sent.
-            megatron.deallocate_output_tensor(made, self._config.deallocate_pipeline_outputs)
+            megatron.deallocate_output_tensor(self._to_send, self._config.deallocate_pipeline_outputs)
         if exchange.send is not None:
             self._to_send = None
 
@@ -278,7 +271,7 @@ class Pipeline:
         if action.microbatch == 0:
             self._remembered[action.batch] = self._remember()
         batch = self._batches.setdefault(action.batch, _Batch())
-        inputs, self._received = self._received, None
+        inputs = self._wire.take("forward")
         with contextlib.ExitStack() as watched:
             if self._check:
                 watched.enter_context(self._check.watch())
@@ -294,7 +287,7 @@ class Pipeline:
                 cp_group_size=self._groups.cp.size(),
                 is_first_microbatch=action.microbatch == 0,
                 current_microbatch=action.microbatch,
-                is_last_stage=self._wire.is_pp_last_stage,
+                is_last_stage=self._wire.is_last,
             )
         batch.tokens += tokens
         self._in_flight.append(_InFlight(action, inputs, outputs))
@@ -306,7 +299,7 @@ class Pipeline:
         if ran != (action.microbatch, action.batch, action.version):
             raise RuntimeError(f"{action} follows {forward}: the plan is wrong")
         self._lend(action)
-        received, self._received = self._received, None
+        received = self._wire.take("backward")
         with self._unchanged("a backward"):
             self._to_send = megatron.backward_step(inputs, outputs, received, self._config)
 

@@ -32,6 +32,8 @@ class Schedule:
         steps_alone: whether a stage's optimizer step waits for no other stage. Nothing can be computed over all
             stages then, such as the gradient norm.
         keeps_weights: whether every backward runs on the weights of its forward.
+        least_microbatches: the fewest that a batch must have, from P.
+        ahead: whether a stage receives its inputs ahead of need, and waits for no send, see ``exchanges``.
     """
 
     generate: Generator
@@ -39,12 +41,26 @@ class Schedule:
     versions: Callable[[int, int], int]
     steps_alone: bool = False
     keeps_weights: bool = True
+    least_microbatches: Callable[[int], int] = lambda stages: 1
+    ahead: bool = False
+
+
+def _two_bw(blocking: bool, wide: bool) -> Schedule:
+    return Schedule(
+        partial(two_bw, blocking=blocking, wide=wide),
+        delay=1,
+        versions=lambda stage, stages: 2,
+        least_microbatches=lambda stages: 2 * stages - 1 if wide else stages,
+        ahead=wide,
+    )
 
 
 SCHEDULES = {
     "1f1b": Schedule(one_f_one_b, delay=0, versions=lambda stage, stages: 1),
-    "2bw": Schedule(two_bw, delay=1, versions=lambda stage, stages: 2),
-    "2bw-blocking": Schedule(partial(two_bw, blocking=True), delay=1, versions=lambda stage, stages: 2),
+    "2bw": _two_bw(blocking=False, wide=False),
+    "2bw-blocking": _two_bw(blocking=True, wide=False),
+    "2bw-wide": _two_bw(blocking=False, wide=True),
+    "2bw-wide-blocking": _two_bw(blocking=True, wide=True),
     "pipedream": Schedule(pipedream, delay=1, versions=lambda stage, stages: stages - stage, steps_alone=True),
     "paci": Schedule(paci, delay=1, versions=lambda stage, stages: 1, steps_alone=True, keeps_weights=False),
 }

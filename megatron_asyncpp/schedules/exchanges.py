@@ -2,7 +2,8 @@
 
 They follow from the plan alone, as in Megatron's 1F1B: a forward's output is sent as soon as it exists, and what
 the next forward or backward needs is received just before it. Where a stage sends to the neighbour from which it
-receives, both are one combined call, so that no pair of neighbours waits for each other with two sends.
+receives, both are one combined call, so that no pair of neighbours waits for each other with two sends. A schedule may
+also have each input received one exchange ahead of that, so that nobody waits for its way.
 """
 
 from __future__ import annotations
@@ -18,14 +19,26 @@ Payload = Literal["forward", "backward"]  # activations, to the next stage; thei
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """One call of the communicator: send what the last action made, receive what the next one needs, or both."""
+    """One call of the communicator: send what the last action made, receive what is needed next, or both."""
 
     send: Payload | None
     receive: Payload | None
 
 
-def with_exchanges(actions: Iterable[Action]) -> Iterator[Action | Exchange]:
+def with_exchanges(actions: Iterable[Action], ahead: bool = False) -> Iterator[Action | Exchange]:
     """The same actions with every ``Exchange`` in its place.
+
+    Args:
+        actions: of a stage.
+        ahead: receive every input one exchange earlier than just before its forward. A stage then holds one that was
+            received and one that is on its way, in the order in which the previous stage sends them.
+    """
+    flow = _just_in_time(actions)
+    return _ahead(flow) if ahead else flow
+
+
+def _just_in_time(actions: Iterable[Action]) -> Iterator[Action | Exchange]:
+    """Receive just before a computation, and send just after one.
 
     A combined exchange comes before whatever stands between its two computations (``Begin``, ``Finish``), so the
     receive of a message is in the same call as its send, and between calls nothing is on the wire. A receive alone
@@ -64,6 +77,31 @@ def with_exchanges(actions: Iterable[Action]) -> Iterator[Action | Exchange]:
             yield action
         else:
             held.append(action)
+
+
+def _ahead(flow: Iterator[Action | Exchange]) -> Iterator[Action | Exchange]:
+    """Move every receive of an input to the place of the one before it.
+
+    The neighbour sends an output before it waits for the gradient that this stage's next backward makes. With each
+    input's receive ahead of that gradient's send, both stages have their messages in the same order.
+    """
+    held: list[Action | Exchange] = []  # from an exchange on that receives if another input is needed after its own
+    for step in flow:
+        if isinstance(step, Exchange) and step.receive == "forward":
+            # The first of all is received in addition, and every other in the place of the one before it.
+            yield from held or [Exchange(None, "forward")]
+            held = [step]
+        elif isinstance(step, Flush):
+            if held and isinstance(last := held.pop(0), Exchange) and last.send is not None:
+                yield Exchange(last.send, None)
+            yield from held
+            held = []
+            yield step
+        elif held:
+            held.append(step)
+        else:
+            yield step
+    yield from held
 
 
 def _payload(action: Compute) -> Payload:

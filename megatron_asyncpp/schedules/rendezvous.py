@@ -5,6 +5,8 @@ Communication is modelled as the runtime does it, with nothing to help a wrong p
 - an exchange is one combined call (``batch_isend_irecv``, one NCCL group). Its send and its receive progress
   independently of each other, and the call returns when both are done;
 - a channel has no capacity: a send is done when its receive was posted, and not before;
+- a call that only posts its messages returns at once, but for a send whose predecessor isn't done: there is one
+  buffer for it. What was posted is waited for by the computation that needs it;
 - between an ordered pair of stages there is one order, that of the calls;
 - ``Finish(k)`` waits for ``Begin(k)`` of all stages, whose gradient norms it needs.
 """
@@ -14,13 +16,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Generator, Sequence
 
-from megatron_asyncpp.schedules.actions import Action, Begin, Finish
-from megatron_asyncpp.schedules.channels import Message, Transfer
+from megatron_asyncpp.schedules.actions import Begin, Finish
+from megatron_asyncpp.schedules.channels import Arrival, Message, Step, Transfer
 
 
-def stuck_stages(
-    flows: Sequence[Sequence[Action | Transfer]], steps_alone: bool
-) -> list[tuple[int, Action | Transfer, str]]:
+def stuck_stages(flows: Sequence[Sequence[Step]], steps_alone: bool) -> list[tuple[int, Step, str]]:
     """Execute all stages as far as they get.
 
     Args:
@@ -55,13 +55,25 @@ def stuck_stages(
 
 
 def _run(
-    stage: int, flow: Sequence[Action | Transfer], posted: Counter[Message], begun: list[set[int]], waits: bool
+    stage: int, flow: Sequence[Step], posted: Counter[Message], begun: list[set[int]], waits: bool
 ) -> Generator[int]:
     """Execute one stage, yielding its position whenever it can't go on."""
+    sent: dict[int, Message] = {}  # last to each neighbour, without a wait
     for position, step in enumerate(flow):
-        if isinstance(step, Transfer):
-            posted.update(step.messages)
-            while any(posted[message] < 2 for message in step.messages):
+        if isinstance(step, Transfer | Arrival):
+            awaited: Sequence[Message] = ()
+            if isinstance(step, Arrival):
+                awaited = [step.message]
+            elif step.waits:
+                posted.update(step.messages)
+                awaited = step.messages
+            else:
+                if step.send is not None:
+                    while (last := sent.get(step.send.receiver)) is not None and posted[last] < 2:
+                        yield position
+                    sent[step.send.receiver] = step.send
+                posted.update(step.messages)
+            while any(posted[message] < 2 for message in awaited):
                 yield position
         elif isinstance(step, Begin):
             begun[stage].add(step.batch)
@@ -70,14 +82,16 @@ def _run(
                 yield position
 
 
-def _reason(stage: int, step: Action | Transfer, posted: Counter[Message], begun: list[set[int]]) -> str:
-    if isinstance(step, Transfer):
-        missing = [message for message in step.messages if posted[message] < 2]
+def _reason(stage: int, step: Step, posted: Counter[Message], begun: list[set[int]]) -> str:
+    if isinstance(step, Transfer | Arrival):
+        messages = step.messages if isinstance(step, Transfer) else (step.message,)
+        missing = [message for message in messages if posted[message] < 2]
         return "it waits for ever " + " and ".join(
             f"to send {message} to stage {message.receiver}"
             if message.sender == stage
             else f"to receive {message} from stage {message.sender}"
             for message in missing
         )
+    assert isinstance(step, Finish)
     others = [str(other) for other, batches in enumerate(begun) if step.batch not in batches]
     return f"it waits for ever for the same step to begin on stage {', '.join(others)}"

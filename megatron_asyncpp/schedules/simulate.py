@@ -11,7 +11,7 @@ from typing import NamedTuple
 from megatron_asyncpp.schedules import Schedule, figures
 from megatron_asyncpp.schedules.actions import Action, Backward, Begin, Compute, Finish, Flush, Forward
 from megatron_asyncpp.schedules.batches import batches as batches_of
-from megatron_asyncpp.schedules.channels import Message, Transfer, with_messages
+from megatron_asyncpp.schedules.channels import Arrival, Message, Step, Transfer, with_messages
 from megatron_asyncpp.schedules.steady import steady_time
 from megatron_asyncpp.schedules.validate import check, plans_of
 
@@ -73,8 +73,8 @@ def simulate(
 
     A stage does one thing after the other, and optimizer steps take no time. A message arrives ``latency`` after the
     action that made it has ended; its sender isn't held up (on a GPU it has its own stream), and its receiver waits
-    for it where the plan receives it. ``Finish(k)`` waits until ``latency`` after the last ``Begin(k)`` of the other
-    stages, unless the schedule's stages step alone.
+    for it where the plan receives it or, if it does so ahead, where it is needed. ``Finish(k)`` waits until ``latency``
+    after the last ``Begin(k)`` of the other stages, unless the schedule's stages step alone.
 
     Times are computed as fractions, without rounding, and the settled time per batch is taken where they have become
     periodic, so it is exact. Should they not within 128 batches, it is the mean over the second half of those.
@@ -177,7 +177,15 @@ def _run(schedule: Schedule, stages: int, microbatches: int, count: int, machine
     begun: dict[int, dict[int, int]] = {}  # batch, stage -> time
     rows: list[list[_Timed]] = [[] for _ in plans]
     running = [
-        _execute(stage, with_messages(stage, stages, plan), machine, rows[stage], arrivals, begun, schedule.steps_alone)
+        _execute(
+            stage,
+            with_messages(stage, stages, plan, schedule.ahead),
+            machine,
+            rows[stage],
+            arrivals,
+            begun,
+            schedule.steps_alone,
+        )
         for stage, plan in enumerate(plans)
     ]
     while running:  # it ends: the check has shown that no stage waits for ever
@@ -187,7 +195,7 @@ def _run(schedule: Schedule, stages: int, microbatches: int, count: int, machine
 
 def _execute(
     stage: int,
-    flow: Iterable[Action | Transfer],
+    flow: Iterable[Step],
     machine: _Machine,
     row: list[_Timed],
     arrivals: dict[Message, int],
@@ -199,13 +207,14 @@ def _execute(
     for step in flow:
         start = now
         match step:
-            case Transfer(send, receive):
+            case Transfer(send, receive, waits):
                 if send is not None:
                     arrivals[send] = now + machine.latency
-                if receive is not None:
-                    while receive not in arrivals:
-                        yield
-                    now = max(now, arrivals[receive])
+                if receive is not None and waits:
+                    now = yield from _arrived(receive, now, arrivals)
+                continue
+            case Arrival(message):
+                now = yield from _arrived(message, now, arrivals)
                 continue
             case Flush():
                 continue
@@ -221,3 +230,10 @@ def _execute(
                 others = (time + machine.latency for other, time in begun[batch].items() if other != stage)
                 start = now = max([now, *others])
         row.append(_Timed(stage, step, start, now))
+
+
+def _arrived(message: Message, now: int, arrivals: dict[Message, int]) -> Generator[None, None, int]:
+    """When a stage that waits for a message from now on has it."""
+    while message not in arrivals:
+        yield
+    return max(now, arrivals[message])

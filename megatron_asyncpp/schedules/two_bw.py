@@ -3,6 +3,11 @@
 A stage runs ``P - 1 - s`` forwards ahead of its backwards, as in 1F1B, but the forwards that it runs ahead of a
 batch's last backwards are those of the next batch. So the pipeline never drains, and a stage needs two weight
 versions: that of the batch whose backwards it runs, and that of the batch whose forwards it has started.
+
+With this tight lead neighbours wait for each other's messages: a stage's input leaves the previous one only when that
+has had the gradient of two microbatches before. With twice the lead it leaves two microbatches earlier, so a message
+may take as long as a forward and a backward on its two ways together. That costs ``P - 1 - s`` microbatches more of
+activations, and two versions still do.
 """
 
 from __future__ import annotations
@@ -12,7 +17,9 @@ from collections.abc import Iterable, Iterator
 from megatron_asyncpp.schedules.actions import Action, Backward, Batch, Begin, Finish, Flush, Forward
 
 
-def two_bw(stage: int, stages: int, batches: Iterable[Batch], blocking: bool = False) -> Iterator[Action]:
+def two_bw(
+    stage: int, stages: int, batches: Iterable[Batch], blocking: bool = False, wide: bool = False
+) -> Iterator[Action]:
     """The actions of one stage (0 is first) in a pipeline of ``stages``, for consecutive batches.
 
     A step is finished as late as it can be: just before the stage's first forward on the new weights, or before the
@@ -22,11 +29,12 @@ def two_bw(stage: int, stages: int, batches: Iterable[Batch], blocking: bool = F
     Args:
         stage: s.
         stages: P.
-        batches: each of at least P microbatches, else the forwards that run ahead would be of a batch after next,
-            whose weights don't exist yet.
+        batches: each of at least P microbatches, or 2P - 1 with a wide lead, else the forwards that run ahead would be
+            of a batch after next, whose weights don't exist yet.
         blocking: finish each step as soon as it is begun. The weights are the same; all stages wait for each other.
+        wide: run twice as many forwards ahead.
     """
-    lead = stages - 1 - stage
+    lead = (stages - 1 - stage) * (2 if wide else 1)
     upcoming = iter(batches)
     batch = next(upcoming, None)
     forwards: list[Forward] = []  # that are still to be run, of this batch and the lead ones of the next

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_asyncpp.schedules.actions import Action, Backward, Batch, Begin, Compute, Finish, Flush, Forward
-from megatron_asyncpp.schedules.channels import Message, Transfer, with_messages
+from megatron_asyncpp.schedules.channels import Arrival, Message, Step, Transfer, with_messages
 from megatron_asyncpp.schedules.rendezvous import stuck_stages
 from megatron_asyncpp.schedules.stage_rules import broken_rules
 
@@ -23,12 +23,12 @@ class Problem(NamedTuple):
 
     Attributes:
         stage: where.
-        action: the action or transfer that it is about; None for something that is missing.
+        action: the action or message that it is about; None for something that is missing.
         what: a part of a sentence.
     """
 
     stage: int
-    action: Action | Transfer | None
+    action: Step | None
     what: str
 
     def __str__(self) -> str:
@@ -64,7 +64,8 @@ def problems(schedule: Schedule, plans: Sequence[Sequence[Action]]) -> list[Prob
     - all stages run the same microbatches, on the same weights unless they step alone, take the same steps and drain
       after the same batches;
     - every message is sent and received in the same call of Megatron's loop (a call ends with ``Begin``), and
-      between two stages in the same order;
+      between two stages in the same order; where messages are only posted, those of both directions together, since
+      the messages of a pair may well share one queue on a GPU;
     - no stage waits for ever, see ``rendezvous``.
 
     Args:
@@ -81,8 +82,10 @@ def problems(schedule: Schedule, plans: Sequence[Sequence[Action]]) -> list[Prob
         for action, what in broken_rules(plan, first, schedule.versions(stage, len(plans)), schedule.keeps_weights)
     ]
     found += _disagreements(schedule, plans)
-    flows = [list(with_messages(stage, len(plans), plan)) for stage, plan in enumerate(plans)]
+    flows = [list(with_messages(stage, len(plans), plan, schedule.ahead)) for stage, plan in enumerate(plans)]
     unmatched = list(_unmatched(flows))
+    if not unmatched and schedule.ahead:
+        unmatched = list(_crossed(flows))
     if unmatched:
         return found + unmatched
     return found + [Problem(*stuck) for stuck in stuck_stages(flows, schedule.steps_alone)]
@@ -101,7 +104,7 @@ def _disagreements(schedule: Schedule, plans: Sequence[Sequence[Action]]) -> Ite
                 yield Problem(stage, own[i] if i < len(own) else None, f"{name} {i} is not what it is on stage 0")
 
 
-def _unmatched(flows: Sequence[Sequence[Action | Transfer]]) -> Iterator[Problem]:
+def _unmatched(flows: Sequence[Sequence[Step]]) -> Iterator[Problem]:
     """Per ordered pair of neighbours, the first message that isn't received in the order and call it is sent in."""
     sent: dict[tuple[int, int], list[tuple[Message, int]]] = {}
     received: dict[tuple[int, int], list[tuple[Message, int]]] = {}
@@ -123,6 +126,26 @@ def _unmatched(flows: Sequence[Sequence[Action | Transfer]]) -> Iterator[Problem
             yield Problem(pair[0], None, f"as message {i} to stage {pair[1]} it {sends}, but that stage {receives}")
 
 
+def _crossed(flows: Sequence[Sequence[Step]]) -> Iterator[Problem]:
+    """Per pair of neighbours, the first of all their messages that they don't post in the same place."""
+    for stage in range(len(flows) - 1):
+        ours, theirs = (_posted_between(stage, flow) for flow in flows[stage : stage + 2])
+        if ours != theirs:
+            i = _first_difference(ours, theirs)
+            mine, other = (str(posted[i]) if i < len(posted) else "nothing more" for posted in (ours, theirs))
+            yield Problem(stage, None, f"as message {i} with stage {stage + 1} it posts {mine}, but that stage {other}")
+
+
+def _posted_between(stage: int, flow: Sequence[Step]) -> list[Message]:
+    """The messages between a stage and the next, as one of them posts them: of one call, the activations first."""
+    posted = []
+    for step in flow:
+        if isinstance(step, Transfer):
+            between = [message for message in step.messages if {message.sender, message.receiver} == {stage, stage + 1}]
+            posted += sorted(between, key=lambda message: message.payload, reverse=True)
+    return posted
+
+
 def _first_difference(one: Sequence[object], other: Sequence[object]) -> int:
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
@@ -141,12 +164,14 @@ def _identity(action: Action) -> tuple[int, ...]:
             return _place(action)
 
 
-def _named(action: Action | Transfer | None) -> str:
+def _named(action: Step | None) -> str:
     match action:
         case None:
             return ""
         case Transfer():
             return ", exchange"
+        case Arrival(message):
+            return f", wait for {message}"
         case Flush(batch):
             return f", flush after batch {batch}"
         case Begin(batch):
