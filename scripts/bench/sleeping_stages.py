@@ -1,72 +1,45 @@
-"""The bench's training script, for `megatron_asyncpp run --cpu`: pretrains a GPT on stages of a known speed.
+"""What each rank of the bench runs: Megatron's pretraining loop on stages of a known speed.
 
-Every forward lasts as long as it was told, and every backward too: what their own computation leaves of the time is
-slept. So a machine with fewer cores than stages shows what a pipeline of that many GPUs would do.
+Every forward lasts as long as it was told, and every backward too, so a machine with fewer cores than stages shows what
+a pipeline of that many GPUs would do.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import statistics
 import sys
-import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Sequence
+from pathlib import Path
+
+from scripts.bench import latency
+from scripts.bench.timed import TimedStep, report
 
 
-class TimedStep:
-    """A step of a stage that lasts a given time.
+def main(flags: Sequence[str], forward: float, backward: float, warm_up: int, message: float, folder: Path) -> None:
+    """Replace Megatron's two steps, pretrain, and print a report for the bench.
 
-    Attributes:
-        own: the time that each call took by itself, in seconds.
+    Args:
+        flags: Megatron's and the plugin's; those that a machine without a GPU needs are added.
+        forward: seconds that each forward lasts at least, of one model chunk.
+        backward: the same of each backward.
+        warm_up: calls of each that the report leaves out.
+        message: seconds until a message can be seen.
+        folder: the run's own.
     """
+    import megatron_asyncpp
+    from megatron_asyncpp import pretrain_gpt
+    from megatron_asyncpp.integration import cpu
 
-    def __init__(self, step: Callable[..., Any], seconds: float) -> None:
-        self._step = step
-        self._seconds = seconds
-        self.own: list[float] = []
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Take the step, and sleep until its time is over."""
-        began = time.perf_counter()
-        result = self._step(*args, **kwargs)
-        self.own.append(time.perf_counter() - began)
-        if (left := self._seconds - self.own[-1]) > 0:
-            time.sleep(left)
-        return result
-
-    def report(self, warm_up: int) -> dict[str, float]:
-        """What the calls after the first `warm_up` took by themselves."""
-        own = self.own[warm_up:]
-        return {
-            "calls": len(own),
-            "late": sum(seconds > self._seconds for seconds in own),
-            "own_ms": 1000 * statistics.median(own),
-        }
-
-
-def main() -> None:
-    """Replace Megatron's two steps, pretrain as the other flags say, and print a report for the bench."""
-    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
-    parser.add_argument("--bench-forward-ms", type=float, required=True)
-    parser.add_argument("--bench-backward-ms", type=float, required=True)
-    parser.add_argument("--bench-warm-up", type=int, required=True, metavar="CALLS")
-    bench, sys.argv[1:] = parser.parse_known_args(sys.argv[1:])
-
+    megatron_asyncpp.install()
+    if message:
+        latency.install(message, folder)
     # Megatron's schedules find both functions in this module when they call them, and the runtime does too.
     from megatron.core.pipeline_parallel import schedules
 
-    forward = schedules.forward_step = TimedStep(schedules.forward_step, bench.bench_forward_ms / 1000)
-    backward = schedules.backward_step = TimedStep(schedules.backward_step, bench.bench_backward_ms / 1000)
-
-    from megatron_asyncpp import pretrain_gpt
-
+    steps = {
+        "forward": TimedStep(schedules.forward_step, forward),
+        "backward": TimedStep(schedules.backward_step, backward),
+    }
+    schedules.forward_step, schedules.backward_step = steps["forward"], steps["backward"]
+    sys.argv = ["pretrain_gpt", *cpu.with_flags(list(flags))[0]]
     pretrain_gpt.main()
-    report = {name: step.report(bench.bench_warm_up) for name, step in (("forward", forward), ("backward", backward))}
-    print("bench report:", json.dumps({"rank": int(os.environ["RANK"]), **report}), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+    report(steps, warm_up)
