@@ -63,7 +63,7 @@ def test_what_was_saved_last_continues(moment: str, tmp_path: Path) -> None:
 
 
 def watch_memory(result: RankResult) -> None:
-    """Hook: keep the resident memory of this rank, in bytes, after each iteration."""
+    """Hook: keep the resident memory of this rank, in bytes, after each iteration, and nothing else."""
     import psutil
     from megatron.training import training
 
@@ -72,6 +72,7 @@ def watch_memory(result: RankResult) -> None:
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         returned = train_step(*args, **kwargs)
+        result.actions.clear()  # the harness's own record, some 5 KB an iteration
         resident.append(process.memory_info().rss)
         return returned
 
@@ -79,15 +80,16 @@ def watch_memory(result: RankResult) -> None:
 
 
 @pytest.mark.slow
-def test_memory_stays_flat_over_300_iterations() -> None:
+def test_memory_stays_flat() -> None:
+    # The C library's heap takes some 400 iterations to settle, under plain Megatron too.
     flags = tiny_flags(
-        2, 4, 300, clip=0.2, extra=(*rows.TWO_BW, *rows.feedback_flags(1.0)), eval_interval=50, eval_iters=1
+        2, 4, 600, clip=0.2, extra=(*rows.TWO_BW, *rows.feedback_flags(1.0)), eval_interval=50, eval_iters=1
     )
     done = run(flags, 2, hooks=watch_memory, timeout=600)
     for rank in done.ranks:
         resident = rank.extra["resident"]
         assert isinstance(resident, list)
-        early, late = (sum(resident[i : i + 50]) / 50 for i in (100, 250))
+        early, late = (sum(resident[i : i + 50]) / 50 for i in (400, 550))
         print(f"rank {rank.rank}: {early / 1e6:.2f} MB, 150 iterations later {late / 1e6:.2f} MB")
-        # A leak of one activation (32 tokens of 32 floats) an iteration and stage would be 0.6 MB.
-        assert late - early < 0.6e6, f"rank {rank.rank} grew by {late - early:.0f} bytes"
+        # A leak of one activation (32 tokens of 32 floats) in two iterations would be 0.3 MB.
+        assert late - early < 0.3e6, f"rank {rank.rank} grew by {late - early:.0f} bytes"

@@ -21,7 +21,7 @@ _POLL = 0.5  # seconds
 _TAIL = 20  # lines of a failed rank's output that are shown
 
 # One layer a model chunk, as small as it gets: what a stage computes should be little beside what it sleeps.
-_MODEL = (
+MODEL = (
     "--hidden-size 16 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16 --vocab-size 64 "
     "--untie-embeddings-and-output-weights --tokenizer-type NullTokenizer --mock-data --num-workers 0"
 )
@@ -84,7 +84,7 @@ def job_of(variant: str, setting: Setting, length: Length, folder: Path) -> Job:
         *("--pipeline-model-parallel-size", str(setting.stages)),
         *("--num-layers", str(setting.stages * chosen.chunks)),
         *("--global-batch-size", str(setting.microbatches), "--train-iters", str(length.of_a_run)),
-        *_MODEL.split(),
+        *MODEL.split(),
         *TRAINING.split(),
         *chosen.flags,
     ]
