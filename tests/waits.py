@@ -12,7 +12,7 @@ from tests.harness.results import RankResult, Run
 
 SCALARS = "ASYNCPP_PIPELINE_SCALARS"
 EMBEDDING = "EMBEDDING_GROUP"
-SCALAR_BYTES = 64
+SCALAR_BYTES = 72
 
 
 @dataclass

@@ -25,6 +25,7 @@ class LaggingFigures:
     skipped: int = 0
     _last: tuple[int, Outcome] | None = None
     _skipped_since: list[int] = field(default_factory=list)
+    _idle: list[tuple[int, float]] = field(default_factory=list)
     _means: dict[bool, list[tuple[int, dict[str, float]]]] = field(default_factory=lambda: {True: [], False: []})
 
     def add(self, iteration: int, outcome: Outcome, lagging: bool) -> None:
@@ -51,6 +52,10 @@ class LaggingFigures:
         """
         self._means[lagging].append((iteration, means))
 
+    def add_idle(self, iteration: int, share: float) -> None:
+        """Take note of the idle share of an iteration; a line has the mean since the line before."""
+        self._idle.append((iteration, share))
+
     def text(self) -> str:
         """The fields to add to the line that is printed now, each ending as Megatron's do."""
         fields = []
@@ -60,30 +65,43 @@ class LaggingFigures:
                 fields.append(f" grad norm: {outcome.grad_norm:.3f} (iteration {iteration}) |")
             if outcome.zeros_in_grad is not None:
                 fields.append(f" num zeros: {outcome.zeros_in_grad:.0f} (iteration {iteration}) |")
+        if self._idle:
+            mean = sum(share for _, share in self._idle) / len(self._idle)
+            fields.append(f" idle share: {mean:.1%} ({_which(self._idle[0][0], self._idle[-1][0])}) |")
+            self._idle.clear()
         if self._skipped_since:
             which = ", ".join(map(str, self._skipped_since))
             fields.append(f" update skipped, gradients not finite: iteration {which} ({self.skipped} so far) |")
         for several in (self._means[True], self._means[False]):
             if several:
                 (first, names), (last, _) = several[0], several[-1]
-                which = f"iteration {first}" if first == last else f"iterations {first} to {last}"
                 for name in names:
                     mean = sum(means[name] for _, means in several) / len(several)
-                    fields.append(f" {name}: {mean:.6E} ({which}) |")
+                    fields.append(f" {name}: {mean:.6E} ({_which(first, last)}) |")
                 several.clear()
         self._last, self._skipped_since = None, []
         return "".join(fields)
 
 
-def write(args: Namespace, iteration: int, outcome: Outcome) -> None:
-    """Write a lagging step's figures to TensorBoard and Weights & Biases, under the names that Megatron uses."""
+def _which(first: int, last: int) -> str:
+    return f"iteration {first}" if first == last else f"iterations {first} to {last}"
+
+
+def write(args: Namespace, iteration: int, figures: dict[str, float | None]) -> None:
+    """Write figures of an iteration to TensorBoard and Weights & Biases, but those that are None.
+
+    Args:
+        args: Megatron's.
+        iteration: that they belong to.
+        figures: by the names that they are shown under.
+    """
     from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 
     writer: Any = get_tensorboard_writer()
     if not writer or iteration % args.tensorboard_log_interval:
         return
     wandb: Any = get_wandb_writer()
-    for name, figure in (("grad-norm", outcome.grad_norm), ("num-zeros", outcome.zeros_in_grad)):
+    for name, figure in figures.items():
         if figure is not None:
             writer.add_scalar(name, figure, iteration)
             if wandb:

@@ -28,6 +28,7 @@ from megatron_asyncpp.optim.leaves import inner_optimizers, leaves
 from megatron_asyncpp.runtime.agreement import pipeline_group
 from megatron_asyncpp.runtime.batch_state import BatchState
 from megatron_asyncpp.runtime.check import VersionCheck
+from megatron_asyncpp.runtime.clock import Clock
 from megatron_asyncpp.runtime.gradients import tied_embedding
 from megatron_asyncpp.runtime.module_state import module_state, updates_left_to_the_step
 from megatron_asyncpp.runtime.moe_metrics import MoEMetrics, TrackerPlace
@@ -61,6 +62,7 @@ class Run:
         halves: whether the optimizer step has two halves. All ranks then know its figures without asking each other,
             and nothing in Megatron's loop needs to wait for all stages.
         scheduler_step: Megatron's own ``opt_param_scheduler.step``.
+        clock: of this rank.
         state: what batches gather besides gradients; empty unless the step has two halves.
         metrics: the figures of mixtures of experts that are logged.
         iterations: of each batch whose step was begun and not logged, the iteration.
@@ -73,6 +75,7 @@ class Run:
     pipeline: Pipeline
     halves: bool
     scheduler_step: Callable[[int], None]
+    clock: Clock
     state: BatchState = field(default_factory=BatchState)
     metrics: MoEMetrics = field(default_factory=MoEMetrics)
     iterations: dict[int, Iteration] = field(default_factory=dict)
@@ -153,10 +156,17 @@ def running(
     updates = (*moe.router_updates(chunk), *kept.updates)
     tracker = (TrackerPlace(),) if metrics.layers else ()
     state = BatchState((*kept.per_batch, *tracker), updates) if halves else BatchState()
+    clock = Clock()
+    groups = (
+        parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True),
+        pipeline_group(timedelta(minutes=args.distributed_timeout_minutes)),
+    )
     step = (
-        _two_half_step(config, args, ring, chunk, optimizer, opt_param_scheduler, corrections, state, metrics)
+        _two_half_step(
+            config, args, ring, chunk, optimizer, opt_param_scheduler, corrections, clock, groups, state, metrics
+        )
         if halves
-        else WholeStep(ring, chunk, optimizer.step, opt_param_scheduler.step)
+        else WholeStep(ring, chunk, optimizer.step, opt_param_scheduler.step, clock, *groups)
     )
     pipeline = Pipeline(
         with_exchanges(
@@ -170,6 +180,7 @@ def running(
         chunk,
         ring,
         step,
+        clock,
         VersionCheck(ring, names) if config.check_versions else None,
         state,
         kept.per_batch,
@@ -190,7 +201,7 @@ def running(
         )
     )
 
-    run = Run(pipeline, halves, opt_param_scheduler.step, state, metrics, versions=versions, weights=named)
+    run = Run(pipeline, halves, opt_param_scheduler.step, clock, state, metrics, versions=versions, weights=named)
 
     def optimizer_step() -> tuple[bool, Any, Any]:
         microbatches = get_num_microbatches()
@@ -244,10 +255,12 @@ def _two_half_step(
     optimizer: Any,
     opt_param_scheduler: Any,
     corrections: list[Correction],
+    clock: Clock,
+    groups: tuple[Any, Any],
     state: BatchState,
     metrics: MoEMetrics,
 ) -> TwoHalfStep:
-    stage = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+    stage, pipeline = groups
     embedding = parallel_state.get_embedding_group(check_initialized=False)
     return TwoHalfStep(
         ring,
@@ -255,8 +268,9 @@ def _two_half_step(
         optimizer,
         opt_param_scheduler.step,
         corrections,
+        clock,
         stage=stage,
-        pipeline=pipeline_group(timedelta(minutes=args.distributed_timeout_minutes)),
+        pipeline=pipeline,
         tied=tied_embedding(model, leaves(optimizer), embedding),
         skip_nonfinite=config.skip_nonfinite,
         requests=lambda: exits.requested(args),

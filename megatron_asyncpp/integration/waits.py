@@ -69,8 +69,11 @@ def _training_log(original: Callable[..., Any]) -> Callable[..., Any]:
                 own, microbatches = run.iterations.pop(outcome.batch)
                 run.exits.learn(outcome.requests)
                 run.lagging.add(own, outcome, lagging=own < iteration)
-                if own < iteration:
-                    log.write(get_args(), own, outcome)
+                run.lagging.add_idle(own, outcome.idle)
+                figures: dict[str, float | None] = {"idle-share": outcome.idle}
+                if own < iteration:  # Megatron itself writes those of its own iteration
+                    figures |= {"grad-norm": outcome.grad_norm, "num-zeros": outcome.zeros_in_grad}
+                log.write(get_args(), own, figures)
                 if run.metrics.names:
                     means = moe.report(run.metrics, outcome.metrics, own, microbatches)
                     run.lagging.add_means(own, means, lagging=own < iteration)
@@ -98,7 +101,9 @@ def _report(original: Callable[..., Any]) -> Callable[..., Any]:
 def _print_rank_last(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def print_rank_last(message: str) -> None:
-        run = _in_halves()
+        from megatron_asyncpp.integration.run import current
+
+        run = current()
         if run is not None and " elapsed time per iteration (ms): " in message:
             message += run.lagging.text()
         original(message)
@@ -143,10 +148,15 @@ def _evaluates(original: Callable[..., Any]) -> Callable[..., Any]:
 def _finished_first(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def on_the_newest_weights(*positional: Any, **named: Any) -> Any:
-        run = _in_halves()
-        if run is not None:
+        from megatron_asyncpp.integration.run import current
+
+        run = current()
+        if run is None:
+            return original(*positional, **named)
+        if run.halves:
             run.pipeline.finish_early()
-        return original(*positional, **named)
+        with run.clock.paused():
+            return original(*positional, **named)
 
     return on_the_newest_weights
 
@@ -191,7 +201,7 @@ WAITS = (
     Patch(
         "megatron.training.training:print_rank_last",
         _print_rank_last,
-        "adds the figures of the iteration before to a log line",
+        "adds the figures of the iteration before to a log line, and the idle share",
         VERSIONS,
     ),
     Patch(

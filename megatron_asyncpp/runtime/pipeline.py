@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from megatron.core.pipeline_parallel import schedules as megatron
 from megatron_asyncpp.runtime.batch_state import BatchState, TensorPlace
 from megatron_asyncpp.runtime.buffers import listed_attributes, unchanged_buffers
 from megatron_asyncpp.runtime.check import VersionCheck
+from megatron_asyncpp.runtime.clock import Clock
 from megatron_asyncpp.runtime.gradients import Alone
 from megatron_asyncpp.runtime.step import Outcome, Step
 from megatron_asyncpp.runtime.weights import WeightRing
@@ -45,6 +47,18 @@ class _Batch:
         self.tokens = torch.zeros([], dtype=torch.int, device=torch.cuda.current_device())
 
 
+def _timed(method: Callable[..., None]) -> Callable[..., None]:
+    """Tell the clock when the action that is the first argument was executed."""
+
+    @functools.wraps(method)
+    def timed(self: Pipeline, action: Action | Exchange, *rest: Any) -> None:
+        started = self._clock.start(action)
+        method(self, action, *rest)
+        self._clock.stop(action, started)
+
+    return timed
+
+
 class Pipeline:
     """One stage of a pipeline that runs a plan.
 
@@ -58,6 +72,7 @@ class Pipeline:
         model: torch.nn.Module,
         ring: WeightRing,
         step: Step,
+        clock: Clock,
         check: VersionCheck | None,
         state: BatchState | None = None,
         per_batch: Sequence[TensorPlace] = (),
@@ -71,6 +86,7 @@ class Pipeline:
             model: the stage's only model chunk, as Megatron wraps it.
             ring: the versions of its weights.
             step: its optimizer step.
+            clock: told of all that the stage does.
             check: the debug check of weight versions, or None.
             state: what the batches gather besides gradients; switched with the batch of each forward and backward.
             per_batch: the tensors among it. Another buffer of the model may not change in a forward or backward.
@@ -92,6 +108,7 @@ class Pipeline:
             self._finalize_groups.embd = Alone()
         self._ring = ring
         self._step = step
+        self._clock = clock
         self._outcomes: list[Outcome] = []  # that nobody has taken yet
         self._check = check
         self._remember = remember
@@ -183,7 +200,9 @@ class Pipeline:
         """
         begin = self._take()
         assert isinstance(begin, Begin)
+        started = self._clock.start(begin)
         self._step.begin(begin.batch, samples, begin.delayed)
+        self._clock.stop(begin, started)
         self._remembered.pop(begin.batch, None)
         while isinstance(self._next, Finish):
             self._finish(self._take())
@@ -209,7 +228,7 @@ class Pipeline:
         """
         self._wire.settle()
         if self._step.pending is not None:
-            self._outcomes.append(self._step.finish(keep=True))
+            self._complete(Finish(self._step.pending.batch, keeps=True))
             self._rest()
 
     @property
@@ -243,7 +262,11 @@ class Pipeline:
 
     def _finish(self, action: Finish) -> None:
         if self._step.pending is not None and self._step.pending.batch == action.batch:  # else it was finished early
-            self._outcomes.append(self._step.finish(action.keeps))
+            self._complete(action)
+
+    @_timed
+    def _complete(self, action: Finish) -> None:
+        self._outcomes.append(self._step.finish(action.keeps))
 
     def _run_until_begin(self) -> Iterator[Action | Exchange]:
         while not isinstance(self._next, Begin):
@@ -258,6 +281,7 @@ class Pipeline:
                 observe(action)
         return action
 
+    @_timed
     def _exchange(self, exchange: Exchange, shapes: Any) -> None:
         self._wire.exchange(exchange, self._to_send, shapes)
         if exchange.send == "forward":
@@ -266,6 +290,7 @@ class Pipeline:
         if exchange.send is not None:
             self._to_send = None
 
+    @_timed
     def _forward(self, action: Forward, function: Callable[..., Any], data: Any, num_microbatches: int) -> None:
         self._lend(action)
         if action.microbatch == 0:
@@ -293,6 +318,7 @@ class Pipeline:
         self._in_flight.append(_InFlight(action, inputs, outputs))
         self._to_send = outputs
 
+    @_timed
     def _backward(self, action: Backward) -> None:
         forward, inputs, outputs = self._in_flight.popleft()
         ran = (forward.microbatch, forward.batch, forward.version)

@@ -20,6 +20,7 @@ from megatron_asyncpp.optim.correction import Correction
 from megatron_asyncpp.optim.leaves import inner_optimizers, leaves, replicas
 from megatron_asyncpp.runtime.agreement import Agreement, Handle, total
 from megatron_asyncpp.runtime.batch_state import BatchState
+from megatron_asyncpp.runtime.clock import Clock, Sums
 from megatron_asyncpp.runtime.gradients import Gradients, TiedEmbedding, figures_of, gradients_of
 from megatron_asyncpp.runtime.weights import WeightRing
 
@@ -35,6 +36,8 @@ class Outcome:
         skipped: whether V(k+1) = V(k), since a gradient wasn't finite.
         requests: for each thing that a rank can ask all ranks for, whether any rank did when the step was begun.
         metrics: sums over all ranks of further figures of the batch.
+        idle: the mean over all ranks of ``Clock.share``, from the beginning of the last batch's step to that of this
+            one's.
     """
 
     batch: int
@@ -43,6 +46,7 @@ class Outcome:
     skipped: bool = False
     requests: tuple[bool, ...] = ()
     metrics: tuple[float, ...] = ()
+    idle: float = 0.0
 
 
 class Pending(NamedTuple):
@@ -92,6 +96,9 @@ class WholeStep(Step):
         model: Any,
         optimizer_step: Callable[[], tuple[bool, Any, Any]],
         scheduler_step: Callable[[int], None],
+        clock: Clock,
+        stage: Any,
+        pipeline: Any,
     ) -> None:
         """Wire it up.
 
@@ -100,12 +107,19 @@ class WholeStep(Step):
             model: the model chunk, wrapped in Megatron's DistributedDataParallel.
             optimizer_step: Megatron's own ``optimizer.step``.
             scheduler_step: Megatron's own ``opt_param_scheduler.step``, which takes a number of samples.
+            clock: of this rank.
+            stage: the group of all ranks of this stage.
+            pipeline: as ``agreement.pipeline_group`` makes it.
         """
         self._ring = ring
         self._model = model
         self._optimizer_step = optimizer_step
         self._scheduler_step = scheduler_step
+        self._clock = clock
+        self._stage = stage
+        self._pipeline = pipeline
         self._begun: Pending | None = None
+        self._idle = 0.0  # this rank's part, of the step that is begun
 
     @property
     @override
@@ -121,6 +135,7 @@ class WholeStep(Step):
     def begin(self, batch: int, samples: int, delayed: bool) -> None:
         assert self._begun is None and not delayed
         self._begun = Pending(batch, samples)
+        self._idle = self._clock.share() / (self._stage.size() * self._pipeline.size())
 
     @override
     def poll(self) -> None:
@@ -130,6 +145,11 @@ class WholeStep(Step):
     def finish(self, keep: bool) -> Outcome:
         assert self._begun is not None
         (batch, samples), self._begun = self._begun, None
+        # Megatron's step begins with a wait for all stages. Here it is made before, where its time can be seen.
+        figures = torch.full([1], self._idle, dtype=torch.float64, device=torch.cuda.current_device())
+        waiting = self._clock.start(Sums(batch))
+        (idle,) = Agreement(total(figures, self._stage, self._pipeline)).wait()
+        self._clock.stop(Sums(batch), waiting)
         with self._ring.advance(keep):
             successful, grad_norm, zeros_in_grad = self._optimizer_step()
         if not successful:
@@ -137,7 +157,7 @@ class WholeStep(Step):
             raise RuntimeError(f"the optimizer skipped the update of batch {batch}, which is not supported")
         self._model.reset_param_sync_dispatch_state()
         self._scheduler_step(samples)
-        return Outcome(batch, grad_norm, zeros_in_grad)
+        return Outcome(batch, grad_norm, zeros_in_grad, idle=idle)
 
 
 def _no_metrics() -> torch.Tensor:
@@ -167,6 +187,7 @@ class TwoHalfStep(Step):
         optimizer: Any,
         scheduler_step: Callable[[int], None],
         corrections: Sequence[Correction],
+        clock: Clock,
         stage: Any,
         pipeline: Any,
         tied: TiedEmbedding | None,
@@ -184,6 +205,7 @@ class TwoHalfStep(Step):
             scheduler_step: Megatron's own ``opt_param_scheduler.step``. It runs in finish, so learning rate and weight
                 decay are those of batch k when u_k is made.
             corrections: of the inner optimizers; they correct the steps of delayed batches, and track those of others.
+            clock: of this rank.
             stage: the group of all ranks of this stage.
             pipeline: as ``agreement.pipeline_group`` makes it.
             tied: the tied embedding that this stage has a copy of.
@@ -202,6 +224,7 @@ class TwoHalfStep(Step):
         self._replicas = replicas(optimizer)
         self._scheduler_step = scheduler_step
         self._corrections = corrections
+        self._clock = clock
         self._stage = stage
         self._pipeline = pipeline
         self._tied = tied
@@ -249,7 +272,7 @@ class TwoHalfStep(Step):
         with self._state.of(batch):
             metrics = self._metrics()
         with _blaming_others(batch):
-            agreement = Agreement(self._agree(gradients, metrics))
+            agreement = Agreement(self._agree(batch, gradients, metrics))
         if not holds:
             for inner in self._inner:
                 inner.step()
@@ -268,8 +291,10 @@ class TwoHalfStep(Step):
         if self._begun is None:
             raise RuntimeError("a step is finished that wasn't begun: the plan is wrong")
         begun, self._begun = self._begun, None
+        waiting = self._clock.start(Sums(begun.what.batch))
         with _blaming_others(begun.what.batch):
-            squares, zeros, *more = begun.agreement.wait()
+            squares, zeros, idle, *more = begun.agreement.wait()
+        self._clock.stop(Sums(begun.what.batch), waiting)
         requests, metrics = more[: len(more) - begun.metrics], more[len(more) - begun.metrics :]
         norm = math.sqrt(squares)
         skipped = self._skip_nonfinite and not math.isfinite(norm)
@@ -293,14 +318,19 @@ class TwoHalfStep(Step):
             skipped,
             tuple(request > 0 for request in requests),
             tuple(metrics),
+            idle,
         )
 
-    def _agree(self, gradients: Gradients, metrics: torch.Tensor) -> Generator[Handle, None, list[float]]:
+    def _agree(self, batch: int, gradients: Gradients, metrics: torch.Tensor) -> Generator[Handle, None, list[float]]:
         tied = None if self._tied is None else self._tied.start(gradients)
         if tied is not None and self._tied is not None and self._tied.counts:
-            tied.wait()  # its squares are those of the sum, which the last stage began to make when its batch ended
-        requests = [float(request) for request in self._requests()]
-        figures = figures_of(gradients, self._replicas, self._count_zeros, requests, metrics)
+            # Its squares are those of the sum, which the last stage began to make when its batch ended.
+            waiting = self._clock.start(Sums(batch))
+            tied.wait()
+            self._clock.stop(Sums(batch), waiting)
+        idle = self._clock.share() / (self._stage.size() * self._pipeline.size())
+        more = [idle, *map(float, self._requests())]
+        figures = figures_of(gradients, self._replicas, self._count_zeros, more, metrics)
         sums = yield from total(figures, self._stage, self._pipeline)
         if tied is not None:
             yield tied
