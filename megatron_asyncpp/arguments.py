@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
+import re
+import tempfile
 from argparse import ArgumentParser, Namespace
 from dataclasses import dataclass
+from pathlib import Path
 
 from megatron_asyncpp import muon_preset
 from megatron_asyncpp.errors import AsyncPPError
@@ -35,6 +39,8 @@ class AsyncPPConfig:
         sync_start: the first so many iterations are synchronous.
         sync_cooldown: the last so many iterations are synchronous.
         eval_weights: what evaluations run on, "newest" or "stale": those that the next batch trains on.
+        trace: the folder for a measured timeline, or None for none.
+        trace_iterations: the first and the last iteration of it, by Megatron's count, or None for a few early ones.
     """
 
     name: str
@@ -50,6 +56,8 @@ class AsyncPPConfig:
     sync_start: int
     sync_cooldown: int
     eval_weights: str
+    trace: Path | None
+    trace_iterations: tuple[int, int] | None
 
     @property
     def schedule(self) -> Schedule:
@@ -156,6 +164,19 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         "trains on, where there are any: after a synchronous iteration, and at the end of a run, there are none.",
     )
     group.add_argument(
+        f"{PREFIX}trace",
+        metavar="DIR",
+        default=None,
+        help="Write into this folder what all ranks did when, as a Perfetto trace and as a picture of rank 0's "
+        "pipeline.",
+    )
+    group.add_argument(
+        f"{PREFIX}trace-iters",
+        metavar="A-B",
+        default=None,
+        help="The iterations to trace, the third to the fifth of the run if left out.",
+    )
+    group.add_argument(
         f"{PREFIX}check-versions",
         action="store_true",
         help="Debug mode: check that every backward uses the very weights that its forward used. Slow.",
@@ -181,7 +202,21 @@ def config_from(args: Namespace) -> AsyncPPConfig | None:
         sync_start=args.asyncpp_sync_start_iters,
         sync_cooldown=args.asyncpp_sync_cooldown_iters,
         eval_weights=args.asyncpp_eval_weights or "newest",
+        trace=None if args.asyncpp_trace is None else Path(args.asyncpp_trace),
+        trace_iterations=None if args.asyncpp_trace_iters is None else _iterations(args.asyncpp_trace_iters),
     )
+
+
+def _iterations(text: str) -> tuple[int, int]:
+    """The first and the last one of "A-B"."""
+    numbers = re.fullmatch(r"([1-9]\d*)-([1-9]\d*)", text)
+    first, last = map(int, numbers.groups()) if numbers else (1, 0)
+    if first > last:
+        raise AsyncPPError(
+            f"{PREFIX}trace-iters {text} doesn't say which iterations to trace: give the first and the last, from 1 "
+            f"on, such as 3-5"
+        )
+    return first, last
 
 
 def config_of_saved(args: Namespace) -> AsyncPPConfig | None:
@@ -219,6 +254,8 @@ def check(args: Namespace, argv: list[str]) -> None:
             "sync_start_iters",
             "sync_cooldown_iters",
             "eval_weights",
+            "trace",
+            "trace_iters",
         ):
             value = getattr(args, f"asyncpp_{name}")
             if value is not None and (value or isinstance(value, float)):
@@ -232,6 +269,7 @@ def check(args: Namespace, argv: list[str]) -> None:
     _check_muon_preset(args, config)
     _check_synchronous_parts(args, config)
     _check_microbatches(args, config)
+    _check_trace(args, config)
 
 
 def _check_corrections(args: Namespace, config: AsyncPPConfig) -> None:
@@ -304,6 +342,28 @@ def _check_synchronous_parts(args: Namespace, config: AsyncPPConfig) -> None:
             f"{PREFIX}sync-start-iters {config.sync_start} and {PREFIX}sync-cooldown-iters {config.sync_cooldown} "
             f"leave no asynchronous iteration of {args.train_iters}: lower them, or leave out {PREFIX}schedule"
         )
+
+
+def _check_trace(args: Namespace, config: AsyncPPConfig) -> None:
+    if config.trace is None:
+        if config.trace_iterations is not None:
+            raise AsyncPPError(f"{PREFIX}trace-iters says what to trace, and nothing is: add {PREFIX}trace DIR")
+        return
+    if config.trace_iterations and args.train_iters is not None and config.trace_iterations[0] > args.train_iters > 0:
+        raise AsyncPPError(
+            f"{PREFIX}trace-iters {args.asyncpp_trace_iters} begins after the last iteration, {args.train_iters}: give "
+            f"earlier ones"
+        )
+    if importlib.util.find_spec("matplotlib") is None:
+        raise AsyncPPError(f"{PREFIX}trace draws with matplotlib: pip install matplotlib, or leave it out")
+    try:
+        config.trace.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=config.trace):
+            pass
+    except OSError as error:
+        raise AsyncPPError(
+            f"{PREFIX}trace {config.trace} can't be written to ({error.strerror}): give a folder that you may write to"
+        ) from error
 
 
 def _check_microbatches(args: Namespace, config: AsyncPPConfig) -> None:

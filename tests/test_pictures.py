@@ -348,6 +348,7 @@ def test_the_command_writes_each_format(tmp_path: Path, capsys: pytest.CaptureFi
         (["--out", "file/t.svg"], "can't be written (Not a directory): give --out a file in a folder"),
         (["--out", "nowhere/t.json", "--format", "perfetto"], "can't be written (No such file or directory): give"),
         (["--out", "t.png", "--pp", "3"], "at least 3 microbatches for --pp 3, but --microbatches is 2: raise it"),
+        (["--out", "t.png", "--from", "x"], "and --schedule, --pp, --microbatches a plan: leave one of them out."),
         (["--out", "t.png", "--pp", "0"], "--pp 0 leaves nothing to show: give at least 1."),
         (["--out", "t.png", "--batches", "0"], "--batches 0 leaves nothing to show: give at least 1."),
         (["--out", "t.png", "--backward", "0"], "--backward 0 is no time that work takes: give numbers above 0."),
@@ -372,6 +373,14 @@ def test_the_command_refuses_with_a_way_out(
     (line,) = capsys.readouterr().err.splitlines()
     assert sentence in line
     assert [file.name for file in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_plan_must_be_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(SystemExit) as leaving:
+        command_line.main(["timeline", "--schedule", "2bw", "--out", "t.png"])
+    assert leaving.value.code == 2
+    assert "--pp, --microbatches must be given to show a plan; to show what a run has" in capsys.readouterr().err
 
 
 def test_only_a_picture_needs_matplotlib(

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -142,6 +143,21 @@ def test_skipping_is_refused_where_megatron_fails(parse: Callable[..., Namespace
         (["--asyncpp-lead", "tight"], "--asyncpp-lead needs a schedule"),
         (["--asyncpp-schedule", "1f1b", "--asyncpp-lead", "wide"], "1f1b runs none ahead"),
         (["--asyncpp-check-versions"], "--asyncpp-check-versions needs a schedule"),
+        (["--asyncpp-trace", "x"], "--asyncpp-trace needs a schedule"),
+        (["--asyncpp-trace-iters", "3-5"], "--asyncpp-trace-iters needs a schedule"),
+        ([*rows.TWO_BW, "--asyncpp-trace-iters", "3-5"], "says what to trace, and nothing is: add --asyncpp-trace DIR"),
+        *(
+            ([*rows.TWO_BW, "--asyncpp-trace", "x", "--asyncpp-trace-iters", bad], f"-iters {bad} doesn't say which")
+            for bad in ("5-3", "3", "0-4", "3-", "a-b", "3:5")
+        ),
+        (
+            [*rows.TWO_BW, "--asyncpp-trace", "x", "--asyncpp-trace-iters", "13-20"],
+            "-iters 13-20 begins after the last iteration, 12: give earlier ones",
+        ),
+        (
+            [*rows.TWO_BW, "--asyncpp-trace", __file__],
+            r"can't be written to \(File exists\): give a folder",
+        ),
         ([*rows.TWO_BW, "--asyncpp-error-feedback", "-1"], "-1.0 is no strength"),
         ([*rows.TWO_BW, "--asyncpp-error-feedback", "nan"], "nan is no strength"),
         (["--asyncpp-schedule", "1f1b", "--asyncpp-error-feedback"], "1f1b has none"),
@@ -175,6 +191,17 @@ def test_skipping_is_refused_where_megatron_fails(parse: Callable[..., Namespace
 def test_flags_that_make_no_sense_together(extra: list[str], message: str, parse: Callable[..., Namespace]) -> None:
     with pytest.raises(AsyncPPError, match=message):
         parse([*tiny_flags(), *extra])
+
+
+def test_a_trace_needs_matplotlib(
+    parse: Callable[..., Namespace], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace = [*tiny_flags(), *rows.TWO_BW, "--asyncpp-trace", str(tmp_path / "new"), "--asyncpp-trace-iters", "12-20"]
+    parse(trace)
+    assert (tmp_path / "new").is_dir()
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(AsyncPPError, match="--asyncpp-trace draws with matplotlib: pip install matplotlib"):
+        parse(trace)
 
 
 def test_flags_of_corrections_that_do_make_sense(parse: Callable[..., Namespace]) -> None:

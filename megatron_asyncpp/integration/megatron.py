@@ -80,6 +80,8 @@ def _train(original: Callable[..., Any]) -> Callable[..., Any]:
 def _get_forward_backward_func(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def get_forward_backward_func(*positional: Any, **named: Any) -> Callable[..., Any]:
+        from megatron.training import get_args
+
         from megatron_asyncpp.integration.run import current
 
         megatron_func: Callable[..., Any] = original(*positional, **named)
@@ -95,6 +97,8 @@ def _get_forward_backward_func(original: Callable[..., Any]) -> Callable[..., An
                 if call.pop(name, None) is not None:
                     raise RuntimeError(f"a schedule of megatron_asyncpp can't honour {name}")
             del call["model"]  # the one that the pipeline was set up with
+            if run.trace is not None:
+                run.trace.iteration(get_args().curr_iteration + 1)
             return run.pipeline.forward_backward(**call)
 
         return forward_backward_func

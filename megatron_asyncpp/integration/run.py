@@ -21,6 +21,7 @@ from megatron.training import print_rank_0
 from megatron_asyncpp.arguments import AsyncPPConfig
 from megatron_asyncpp.integration import banner, checkpoint, exits, moe
 from megatron_asyncpp.integration.log import LaggingFigures
+from megatron_asyncpp.integration.trace import Trace
 from megatron_asyncpp.optim.correction import Correction
 from megatron_asyncpp.optim.delay_compensation import DelayCompensation
 from megatron_asyncpp.optim.error_feedback import ErrorFeedback, GradientErrorFeedback
@@ -70,6 +71,7 @@ class Run:
         lagging: figures that are still to be logged.
         versions: of the weights that each batch runs on, as far as the plan has been read, by batch.
         weights: what has versions, by its name in the model: parameters, and routers' biases.
+        trace: of what this rank does, or None.
     """
 
     pipeline: Pipeline
@@ -83,6 +85,7 @@ class Run:
     lagging: LaggingFigures = field(default_factory=LaggingFigures)
     versions: dict[int, int] = field(default_factory=dict)
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    trace: Trace | None = None
 
     def needs_stale(self) -> bool:
         """Whether, between two calls and with no step pending, the next batch runs on older weights than the newest.
@@ -202,6 +205,8 @@ def running(
     )
 
     run = Run(pipeline, halves, opt_param_scheduler.step, clock, state, metrics, versions=versions, weights=named)
+    if config.trace is not None:
+        run.trace = Trace(config, args, clock, groups[1])
 
     def optimizer_step() -> tuple[bool, Any, Any]:
         microbatches = get_num_microbatches()
@@ -216,6 +221,12 @@ def running(
         with updates_left_to_the_step(chunk) if halves else nullcontext():
             yield
         pipeline.finish_early()  # of a run that ends before its plan
+        if run.trace is not None:
+            run.trace.end()
+    except SystemExit as ending:
+        if run.trace is not None and not ending.code:  # as Megatron ends a run early, on all ranks
+            run.trace.end()
+        raise
     finally:
         _current = None
         del optimizer.step, opt_param_scheduler.step

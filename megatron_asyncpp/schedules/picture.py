@@ -47,7 +47,13 @@ _CHARACTER = 0.62  # the width of a digit or letter as a share of the font size,
 
 
 def draw(
-    spans: Sequence[Span], out: Path, *, name: str, slowdown: float, unit: Literal["forwards", "seconds"] = "forwards"
+    spans: Sequence[Span],
+    out: Path,
+    *,
+    name: str,
+    slowdown: float,
+    unit: Literal["forwards", "seconds"] = "forwards",
+    microbatches: tuple[int, int] | None = None,
 ) -> None:
     """Draw a timeline into a file.
 
@@ -56,18 +62,21 @@ def draw(
             take time or none.
         out: the file, .png or .svg.
         name: what it is a timeline of, such as "2bw".
-        slowdown: time per batch in the long run, against a pipeline whose slowest stage never waits.
-        unit: what the times are in. One of "forwards" is the time that the first stage takes for a forward.
+        slowdown: time per batch in the long run, against a pipeline whose slowest stage never waits; of a measured
+            timeline, over the time shown.
+        unit: what the times are in. One of "forwards" is the time that the first stage takes for a forward; "seconds"
+            are those of a measured timeline.
+        microbatches: the fewest and the most of a batch; by default as many as there are forwards of it.
     """
     from matplotlib import rc_context
 
     # Text stays text in an SVG, and the same timeline gives the same file, which suits a repository.
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "timeline", "hatch.linewidth": 0.5}):
-        figure = _figure(sorted(spans, key=lambda span: (span.stage, span.start)), name, slowdown, unit)
+        figure = _figure(sorted(spans, key=lambda span: (span.stage, span.start)), name, slowdown, unit, microbatches)
         figure.savefig(out, dpi=160, metadata={"Date": None} if out.suffix == ".svg" else None)
 
 
-def _figure(spans: Sequence[Span], name: str, slowdown: float, unit: str) -> Figure:
+def _figure(spans: Sequence[Span], name: str, slowdown: float, unit: str, counts: tuple[int, int] | None) -> Figure:
     from matplotlib.figure import Figure
 
     stages = [list(row) for _, row in groupby(spans, key=lambda span: span.stage)]
@@ -91,8 +100,10 @@ def _figure(spans: Sequence[Span], name: str, slowdown: float, unit: str) -> Fig
     _annotate(axes, "idle", end - start, -0.1, offset=7, size=9.5)
     _label_axes(axes, [row[0].stage for row in stages], pitch, unit)
     microbatches = Counter(action.batch for _, action in _boxes(stages[0], Forward))
-    _title(figure, name, len(stages), sorted(microbatches.values()), slowdown, sum(idle) / len(idle))
-    _legend(figure, sorted(microbatches), numbers)
+    if counts is None:
+        counts = (min(microbatches.values()), max(microbatches.values()))
+    _title(figure, name, len(stages), counts, slowdown, sum(idle) / len(idle), unit)
+    _legend(figure, sorted({action.batch for _, action in _boxes(spans, Compute)}), numbers)
     return figure
 
 
@@ -287,14 +298,18 @@ def _label_axes(axes: Axes, stages: Sequence[int], pitch: float, unit: str) -> N
         axes.spines[side].set_visible(False)
 
 
-def _title(figure: Figure, name: str, stages: int, microbatches: Sequence[int], slowdown: float, idle: float) -> None:
-    few, many = microbatches[0], microbatches[-1]
+def _title(
+    figure: Figure, name: str, stages: int, microbatches: tuple[int, int], slowdown: float, idle: float, unit: str
+) -> None:
+    few, many = microbatches
     count = f"{few} microbatch{'es' * (few > 1)}" if few == many else f"{few} to {many} microbatches"
     height = figure.get_figheight()
     first = f"{name}: P = {stages} pipeline stage{'s' * (stages > 1)}, M = {count} per batch"
+    measured = unit == "seconds"
     second = (
-        f"slowdown {slowdown:.3f} in the long run (1 = the busiest stage never waits)   |   "
-        f"{idle:.0%} of the time shown is idle, start and end included"
+        f"slowdown {slowdown:.3f} {'over the time shown' if measured else 'in the long run'} "
+        f"(1 = the busiest stage never waits)   |   "
+        f"{idle:.0%} of the time shown is idle{'' if measured else ', start and end included'}"
     )
     figure.text(0.012, 1 - 0.14 / height, first, va="top", fontsize=13, fontweight="bold", color=_INK)
     figure.text(0.012, 1 - 0.43 / height, second, va="top", fontsize=10.5, color=_INK)
@@ -318,9 +333,10 @@ def _legend(figure: Figure, batches: Sequence[int], numbers: _Numbers) -> None:
         Line2D([], [], marker="v", color=_STEP, lw=0, markersize=6, label="it is finished: V(k+1) exists"),
     ]
     which: list[Artist] = []
-    for index, (_, full, _) in enumerate(_COLORS):
-        if same := [str(batch) for batch in batches if batch % len(_COLORS) == index]:
-            which.append(Patch(facecolor=full, label=f"batch {', '.join(same[:2])}{', ...' * (len(same) > 2)}"))
+    for first in batches[: len(_COLORS)]:
+        same = [str(batch) for batch in batches if batch % len(_COLORS) == first % len(_COLORS)]
+        full = _COLORS[first % len(_COLORS)][1]
+        which.append(Patch(facecolor=full, label=f"batch {', '.join(same[:2])}{', ...' * (len(same) > 2)}"))
     for bottom, handles in ((0.52, what), (0.3, steps), (0.08, which)):
         figure.legend(
             handles=handles,
