@@ -168,11 +168,26 @@ def test_a_run_that_leaves_early_writes_what_there_is(tmp_path: Path) -> None:
     assert (tmp_path / "new/folder/timeline.png").exists()
 
 
+def test_a_wide_lead_waits_within_its_actions(tmp_path: Path) -> None:
+    flags = tiny_flags(2, 4, 6, extra=(*rows.TWO_BW, "--asyncpp-lead", "wide", "--asyncpp-trace", str(tmp_path)))
+    run(flags, 2)
+    both = [Part.of_json(json.loads((tmp_path / f"rank-{rank}.json").read_text())) for rank in range(2)]
+    for part, arrives in zip(both, ("backward", "forward"), strict=True):
+        kinds = [record.kind for record in part.records]
+        assert kinds.count("Arrival") == kinds.count("Forward") + kinds.count("Backward")
+        found = {
+            each.what.partition(" ")[2].partition(" ")[0] for each in timeline(both).pipelines[0][part.stage].blocked
+        }
+        assert arrives in found
+        done = sorted(timeline(both).pipelines[0][part.stage].all, key=lambda each: (each.start, each.end))
+        assert all(before.end <= after.start for before, after in pairwise(done))
+
+
 def part_of(rank: int, behind: float, records: list[Record], starts: dict[int, float], end: float) -> Part:
     """A part of a run of one microbatch an iteration; its times are given by rank 0's clock."""
     own = [Record(kind, what, start - behind, end - behind) for kind, what, start, end in records]
     iterations = [Iteration(number, 1, start - behind) for number, start in starts.items()]
-    return Part(rank, 2, 0, rank, 2, "a plan", 2, 2, behind, iterations, end - behind, own)
+    return Part(rank, 2, 0, rank, 2, "a plan", False, 2, 2, behind, iterations, end - behind, own)
 
 
 def two_ranks() -> list[Part]:
@@ -211,6 +226,22 @@ def test_parts_are_put_on_one_clock_and_cut_to_the_same_time() -> None:
     assert second.blocked == [Blocked(1, "send backward 2.0, receive forward", 22.0, 23.0)]
     assert shown.slowdown == 13 / 7, "13 seconds are shown, of which the busier rank computes 7"
     assert shown.name == "a plan, iteration 2 as measured"
+
+
+def test_what_was_posted_ahead_is_waited_for_when_it_is_needed() -> None:
+    records = [
+        Record("Exchange", ("backward", "forward"), 13.0, 13.5),
+        Record("Arrival", ("forward",), 13.5, 16.0),
+        Record("Forward", (0, 2, 1), 13.5, 19.0),
+    ]
+    first, _ = two_ranks()
+    ahead = replace(part_of(1, 0.0, records, {2: 13.0, 3: 23.0}, 33.0), ahead=True)
+    row = timeline([first, ahead]).pipelines[0][1]
+    assert row.spans == [Span(1, Forward(0, 2, 1), 16.0, 19.0)]
+    assert [(each.what, each.start, each.end) for each in row.blocked] == [
+        ("send backward, post forward", 13.0, 13.5),
+        ("receive forward 2.0", 13.5, 16.0),
+    ]
 
 
 def unreadable(folder: Path) -> None:

@@ -40,7 +40,8 @@ class Trace:
         """
         assert config.trace is not None
         self._folder = config.trace
-        self._schedule = config.name
+        self._schedule = config.name + " wide" * config.schedule.ahead
+        self._ahead = config.schedule.ahead
         self._clock = rank_clock
         self._ranks = torch.distributed.get_process_group_ranks(pipeline)
         first, last = config.trace_iterations or (args.iteration + _FIRST, args.iteration + _LAST)
@@ -119,6 +120,7 @@ class Trace:
             stage=parallel_state.get_pipeline_model_parallel_rank(),
             stages=len(self._ranks),
             schedule=self._schedule,
+            ahead=self._ahead,
             first=self._first,
             last=self._last,
             behind=self._behind,

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_asyncpp.schedules.actions import Action
-from megatron_asyncpp.schedules.exchanges import Exchange
+from megatron_asyncpp.schedules.exchanges import Exchange, Payload
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,14 @@ class Sums:
     batch: int
 
 
-Timed = Action | Exchange | Sums
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """Wait for a message that was posted ahead and is needed now."""
+
+    payload: Payload
+
+
+Timed = Action | Exchange | Sums | Arrival
 
 
 class Record(NamedTuple):

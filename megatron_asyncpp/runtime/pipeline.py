@@ -19,13 +19,13 @@ from megatron.core.pipeline_parallel import schedules as megatron
 from megatron_asyncpp.runtime.batch_state import BatchState, TensorPlace
 from megatron_asyncpp.runtime.buffers import listed_attributes, unchanged_buffers
 from megatron_asyncpp.runtime.check import VersionCheck
-from megatron_asyncpp.runtime.clock import Clock
+from megatron_asyncpp.runtime.clock import Arrival, Clock
 from megatron_asyncpp.runtime.gradients import Alone
 from megatron_asyncpp.runtime.step import Outcome, Step
 from megatron_asyncpp.runtime.weights import WeightRing
 from megatron_asyncpp.runtime.wire import CombinedCalls, PostedAhead, Wire
 from megatron_asyncpp.schedules.actions import Action, Backward, Begin, Finish, Flush, Forward
-from megatron_asyncpp.schedules.exchanges import Exchange
+from megatron_asyncpp.schedules.exchanges import Exchange, Payload
 
 # Called with every action just before it is executed: how a test or a tool sees what really ran.
 observers: list[Callable[[Action], None]] = []
@@ -109,6 +109,7 @@ class Pipeline:
         self._ring = ring
         self._step = step
         self._clock = clock
+        self._ahead = ahead
         self._outcomes: list[Outcome] = []  # that nobody has taken yet
         self._check = check
         self._remember = remember
@@ -290,13 +291,21 @@ class Pipeline:
         if exchange.send is not None:
             self._to_send = None
 
+    def _arrived(self, payload: Payload) -> Any:
+        if not self._ahead:
+            return self._wire.take(payload)  # the exchange waited for it
+        waiting = self._clock.start(Arrival(payload))
+        received = self._wire.take(payload)
+        self._clock.stop(Arrival(payload), waiting)
+        return received
+
     @_timed
     def _forward(self, action: Forward, function: Callable[..., Any], data: Any, num_microbatches: int) -> None:
         self._lend(action)
         if action.microbatch == 0:
             self._remembered[action.batch] = self._remember()
         batch = self._batches.setdefault(action.batch, _Batch())
-        inputs = self._wire.take("forward")
+        inputs = self._arrived("forward")
         with contextlib.ExitStack() as watched:
             if self._check:
                 watched.enter_context(self._check.watch())
@@ -325,7 +334,7 @@ class Pipeline:
         if ran != (action.microbatch, action.batch, action.version):
             raise RuntimeError(f"{action} follows {forward}: the plan is wrong")
         self._lend(action)
-        received = self._wire.take("backward")
+        received = self._arrived("backward")
         with self._unchanged("a backward"):
             self._to_send = megatron.backward_step(inputs, outputs, received, self._config)
 

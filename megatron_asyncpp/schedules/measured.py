@@ -15,10 +15,10 @@ class Record(NamedTuple):
     """Something that a rank did, in seconds of its own clock.
 
     Attributes:
-        kind: ``Forward``, ``Backward``, ``Begin``, ``Finish``, ``Exchange``, or ``Sums``: a wait, within one of the
-            two before, for what the step needs to know of other ranks.
+        kind: ``Forward``, ``Backward``, ``Begin``, ``Finish``, ``Exchange``; or a wait within an action whose
+            record comes next: ``Sums``, for what a step needs to know of other ranks, or ``Arrival``, for a message.
         what: the fields of the action: microbatch, batch and version of a computation, batch of a step or of sums,
-            what an exchange sends and what it receives.
+            what an exchange sends and what it receives, what arrives.
         start: when it began.
         end: when it had ended.
     """
@@ -48,6 +48,7 @@ class Part:
         stage: s.
         stages: P.
         schedule: its name.
+        ahead: whether exchanges only post their messages.
         first: the first iteration that was asked for.
         last: the last one. The iterations next to both are here too, so that all stages are seen for the whole time.
         behind: what to add to this rank's clock to get that of rank 0, in seconds.
@@ -62,6 +63,7 @@ class Part:
     stage: int
     stages: int
     schedule: str
+    ahead: bool
     first: int
     last: int
     behind: float
@@ -175,15 +177,18 @@ def _row(part: Part, start: float, end: float) -> Row:
 
 
 def _aligned(part: Part) -> Iterator[Span | Blocked]:
-    """All that the rank did, by rank 0's clock. Of a step it is what comes before or after its wait for the sums."""
-    waits: list[Blocked] = []  # within the step whose record comes next
+    """All that the rank did, by rank 0's clock. Of an action it is what comes before or after its waits."""
+    waits: list[Blocked] = []  # within the action whose record comes next
     for index, (kind, what, local_start, local_end) in enumerate(part.records):
         start, end = local_start + part.behind, local_end + part.behind
         match kind:
-            case "Forward":
-                yield Span(part.stage, Forward(*what), start, end)
-            case "Backward":
-                yield Span(part.stage, Backward(*what), start, end)
+            case "Forward" | "Backward":
+                yield from waits
+                action = Forward(*what) if kind == "Forward" else Backward(*what)
+                yield Span(part.stage, action, max([wait.end for wait in waits], default=start), end)
+                waits.clear()
+            case "Arrival" if _has_neighbour(part, what[0], sends=False):
+                waits.append(Blocked(part.stage, f"receive {what[0]}{_microbatch(part.records[index:])}", start, end))
             case "Exchange":
                 if name := _exchanged(part, index):
                     yield Blocked(part.stage, name, start, end)
@@ -207,7 +212,10 @@ def _exchanged(part: Part, index: int) -> str:
     if exchange.send is not None and _has_neighbour(part, exchange.send, sends=True):
         words.append(f"send {exchange.send}{_microbatch(before)}")
     if exchange.receive is not None and _has_neighbour(part, exchange.receive, sends=False):
-        words.append(f"receive {exchange.receive}{_microbatch(after)}")
+        # What was posted ahead isn't needed next.
+        words.append(
+            f"receive {exchange.receive}{_microbatch(after)}" if not part.ahead else f"post {exchange.receive}"
+        )
     return ", ".join(words)
 
 
