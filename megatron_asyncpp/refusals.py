@@ -55,6 +55,12 @@ def _wants_no_other_keys(args: Namespace) -> bool:
     return getattr(args, "dist_ckpt_strictness", None) in ("raise_unexpected", "raise_all")
 
 
+def _leaves_delta_norms_unsummed(args: Namespace) -> bool:
+    # Each tensor-parallel rank has other heads, and megatron-core 0.19.2 sums marked gradients with the flag only.
+    variant = getattr(args, "experimental_attention_variant", None)
+    return variant == "gated_delta_net" and args.tensor_model_parallel_size > 1 and not args.sequence_parallel
+
+
 def _gathers_layer_wise(args: Namespace) -> bool:
     return bool(args.overlap_param_gather) and args.optimizer != "adam"
 
@@ -129,6 +135,12 @@ REFUSALS: tuple[Refusal, ...] = (
             "--moe-enable-routing-replay": "moe_enable_routing_replay",
             "--moe-routing-trace-path": "moe_routing_trace_path",
         }.items()
+    ),
+    Refusal(
+        "--experimental-attention-variant gated_delta_net",
+        _leaves_delta_norms_unsummed,
+        "under tensor parallelism Megatron lets the norm of its output differ between ranks",
+        "add --sequence-parallel, with which it sums that gradient",
     ),
     *(
         Refusal(flag, _given(name), "experts' weights are views of a tensor that has no second version yet", _DROP)

@@ -42,6 +42,10 @@ TRIGGERS = {
     "--moe-paged-stash": ["--moe-paged-stash"],
     "--moe-enable-routing-replay": ["--moe-enable-routing-replay"],
     "--moe-routing-trace-path": ["--moe-routing-trace-path", "somewhere"],
+    "--experimental-attention-variant gated_delta_net": [
+        *("--experimental-attention-variant", "gated_delta_net", "--linear-attention-freq", "2"),
+        *("--tensor-model-parallel-size", "2"),
+    ],
     "--moe-single-grouped-weight": ["--moe-single-grouped-weight"],
     "--moe-single-grouped-bias": ["--moe-single-grouped-bias"],
     "--transformer-impl inference_optimized": ["--transformer-impl", "inference_optimized"],

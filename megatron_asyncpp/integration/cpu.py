@@ -14,12 +14,13 @@ import torch
 
 from megatron_asyncpp.errors import AsyncPPError
 from megatron_asyncpp.integration import patching, repairs
+from megatron_asyncpp.integration.cpu_delta_net import DELTA_NET_PATCHES
 from megatron_asyncpp.integration.cpu_megatron import MEGATRON_PATCHES
 from megatron_asyncpp.integration.cpu_torch import TORCH_PATCHES
 from megatron_asyncpp.integration.patching import Patch
 
 # torch's first, so that what importing Megatron's modules does meets them already
-PATCHES: tuple[Patch, ...] = (*TORCH_PATCHES, *MEGATRON_PATCHES, *repairs.PATCHES)
+PATCHES: tuple[Patch, ...] = (*TORCH_PATCHES, *MEGATRON_PATCHES, *DELTA_NET_PATCHES, *repairs.PATCHES)
 
 
 @dataclass(frozen=True)
