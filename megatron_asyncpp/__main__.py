@@ -23,6 +23,8 @@ class Command(NamedTuple):
 # A module is imported only when its command is chosen: importing Megatron takes seconds.
 COMMANDS = {
     "run": Command("megatron_asyncpp.launch", "run a Megatron entry script with the plugin installed", verbatim=True),
+    "flags": Command("megatron_asyncpp.flags_command", "print Megatron's flags of a model, such as smollm2-135m"),
+    "plan": Command("megatron_asyncpp.plan_command", "say what a run takes on each GPU, and how fast it should be"),
     "timeline": Command("megatron_asyncpp.timeline_command", "draw how the stages of a schedule spend their time"),
     "simulate": Command("megatron_asyncpp.simulate_command", "predict what a schedule costs, without running it"),
     "doctor": Command("megatron_asyncpp.doctor", "say what is in a checkpoint folder, and whether it is complete"),

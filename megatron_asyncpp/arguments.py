@@ -10,7 +10,7 @@ from argparse import ArgumentParser, Namespace
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_asyncpp import muon_preset
+from megatron_asyncpp import models, muon_preset
 from megatron_asyncpp.errors import AsyncPPError
 from megatron_asyncpp.refusals import REFUSALS
 from megatron_asyncpp.schedules import SCHEDULES, Schedule
@@ -84,6 +84,13 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         default=None,
         help="Pipeline schedule. 2bw is PipeDream-2BW: no flush between iterations, and gradients that are one "
         "optimizer step old. 1f1b is Megatron's, run from a plan. Without this flag nothing of Megatron changes.",
+    )
+    group.add_argument(
+        models.FLAG,
+        metavar="NAME",
+        default=None,
+        help=f"Set the flags of a model's architecture, each unless it is given: one of {', '.join(models.MODELS)}. "
+        f"Works without a schedule too; `python -m megatron_asyncpp flags NAME` prints what it sets.",
     )
     group.add_argument(
         f"{PREFIX}error-feedback",

@@ -7,12 +7,14 @@ their module's globals at every call, so it doesn't matter who imported Megatron
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from megatron_asyncpp import arguments, muon_preset
+from megatron_asyncpp import arguments, models, muon_preset
 from megatron_asyncpp.errors import AsyncPPError, leave
 from megatron_asyncpp.integration.checkpoint import CHECKPOINT, expected_keys
 from megatron_asyncpp.integration.moe import LEFT_TO_THE_STEP
@@ -35,10 +37,28 @@ def _check_or_leave(args: Namespace) -> None:
         leave(error)
 
 
+@contextmanager
+def _model_in_argv() -> Iterator[None]:
+    """Within the context, the flags of the model that the command line names stand on it, before the others."""
+    program, *argv = given = sys.argv
+    try:
+        words, told = models.expanded(argv), models.described(argv)
+    except AsyncPPError as error:
+        leave(error)
+    if told is not None and int(os.environ.get("RANK", "0")) == 0:
+        print(f"megatron_asyncpp: {told}", flush=True)
+    sys.argv = [program, *words]
+    try:
+        yield
+    finally:
+        sys.argv = given
+
+
 def _parse_args(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def parse_args(*positional: Any, **named: Any) -> Namespace:
-        args: Namespace = original(*positional, **named)
+        with _model_in_argv():
+            args: Namespace = original(*positional, **named)
         _check_or_leave(args)
         if (preset := getattr(args, "asyncpp_muon_preset", None)) is not None:
             muon_preset.apply(args, preset, sys.argv[1:])
@@ -128,8 +148,8 @@ PATCHES = (
     Patch(
         "megatron.training.arguments:parse_args",
         _parse_args,
-        "checks the request as soon as it is known, before Megatron's own assertions and any process group; sets what "
-        "--asyncpp-muon-preset asks for",
+        "sets the flags of --asyncpp-model; checks the request as soon as it is known, before Megatron's own "
+        "assertions and any process group; sets what --asyncpp-muon-preset asks for",
         VERSIONS,
     ),
     Patch(
