@@ -38,21 +38,17 @@ def main(argv: list[str]) -> int:
     if script != OWN_ENTRY and not os.path.isfile(script):
         raise AsyncPPError(f"there is no script {script}: give its path, or {OWN_ENTRY} for the package's own")
 
-    if cpu:
-        from megatron_asyncpp.integration import cpu as cpu_mode
-
-        arguments, added = cpu_mode.with_flags(arguments)
-        if int(os.environ.get("RANK", "0")) == 0:
-            print(f"megatron_asyncpp: CPU mode adds {' '.join(added) or 'nothing'}", flush=True)
-        cpu_mode.install()
-    megatron_asyncpp.install()
-
     sys.argv = [script, *arguments]
+    if script != OWN_ENTRY:
+        # As ``python SCRIPT`` has it, and before anything of Megatron is imported: a checkout's script needs its own.
+        sys.path[0] = os.path.dirname(os.path.abspath(script))
+    if cpu:
+        os.environ[megatron_asyncpp.CPU_VARIABLE] = "1"
+    megatron_asyncpp.install()
     if script == OWN_ENTRY:
         from megatron_asyncpp import pretrain_gpt
 
         pretrain_gpt.main()
     else:
-        sys.path[0] = os.path.dirname(os.path.abspath(script))  # as ``python SCRIPT`` has it
         runpy.run_path(script, run_name="__main__")
     return 0

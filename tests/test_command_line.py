@@ -1,5 +1,6 @@
 """`python -m megatron_asyncpp`: which module a command reaches, and with what."""
 
+import os
 import subprocess
 import sys
 import types
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import megatron_asyncpp
 from megatron_asyncpp import __main__ as command_line
 from megatron_asyncpp.errors import AsyncPPError
 
@@ -19,6 +21,27 @@ def test_run_passes_everything_on_unparsed(monkeypatch: pytest.MonkeyPatch) -> N
     words = ["--cpu", "pretrain_gpt", "--help", "--lr", "1e-3", "--", "-x"]
     assert command_line.main(["run", *words]) == 3
     assert seen == words
+
+
+@pytest.mark.parametrize("words", [[], ["--cpu"]], ids=" ".join)
+def test_a_script_runs_as_python_would_run_it_but_for_the_plugin(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its folder comes first on the path before anything of Megatron is imported: a checkout's script needs its own."""
+    script = tmp_path / "script.py"
+    script.write_text("import sys\nprint(__name__, sys.argv[1:], sys.path[0])\n")
+    seen: list[object] = []
+
+    def install() -> None:
+        seen.extend([sys.path[0], sys.argv, os.environ.get(megatron_asyncpp.CPU_VARIABLE)])
+
+    monkeypatch.setattr(megatron_asyncpp, "install", install)
+    monkeypatch.setattr(sys, "path", ["the current folder", *sys.path])
+    monkeypatch.setattr(sys, "argv", ["python -m"])
+    monkeypatch.setenv(megatron_asyncpp.CPU_VARIABLE, "")
+    assert command_line.main(["run", *words, str(script), "--lr", "1"]) == 0
+    assert seen == [str(tmp_path), [str(script), "--lr", "1"], "1" if words else ""]
+    assert capsys.readouterr().out == f"__main__ ['--lr', '1'] {tmp_path}\n"
 
 
 @pytest.mark.parametrize(("rank", "printed"), [(None, True), ("0", True), ("1", False)])

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import types
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+import megatron_asyncpp
 from megatron_asyncpp.errors import AsyncPPError
-from megatron_asyncpp.integration import cpu, patching
+from megatron_asyncpp.integration import cpu, cpu_megatron, megatron, patching
 from megatron_asyncpp.integration.patching import Patch
 from tests.harness.flags import tiny_flags
 from tests.harness.results import compare_weights
@@ -227,6 +227,44 @@ def test_install_twice_is_install_once(cpu_mode: None) -> None:
     assert all(left is right for left, right in zip(before, current(), strict=True))
 
 
+def test_the_environment_switches_it_on_for_scripts_that_call_install_themselves(
+    cpu_mode: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started: list[None] = []
+    monkeypatch.setattr(cpu, "install", lambda: started.append(None))
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", "--lr", "1"])
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv(megatron_asyncpp.CPU_VARIABLE, "1")
+    try:
+        megatron_asyncpp.install()
+        assert (sys.argv[1:], started) == (["--lr", "1"], []), "it was on already"
+        monkeypatch.setattr(cpu, "_is_on", lambda: False)
+        megatron_asyncpp.install()
+        assert (sys.argv[1:], started) == (["--lr", "1", *NEEDED], [None])
+        assert capsys.readouterr().out == f"megatron_asyncpp: CPU mode adds {' '.join(NEEDED)}\n"
+        monkeypatch.delenv(megatron_asyncpp.CPU_VARIABLE)
+        megatron_asyncpp.install()
+        assert started == [None]
+    finally:
+        patching.undo(megatron.PATCHES)
+
+
+def test_dataset_helpers_are_compiled_only_where_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[None] = []
+    compile_helpers = cpu_megatron._compiles_what_is_missing(lambda: compiled.append(None))
+    compile_helpers()
+    assert not compiled, "the wheel's are there"
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)  # as in a checkout
+    compile_helpers()
+    assert compiled == [None]
+
+
+def test_without_megatron_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "megatron.core.package_info", None)
+    with pytest.raises(AsyncPPError, match="Megatron is neither installed nor on the path: run pip install"):
+        patching.megatron_version()
+
+
 @pytest.mark.parametrize("package", ["transformer_engine", "apex"])
 def test_install_refuses_cuda_packages(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
     monkeypatch.setattr(patching, "_applied", {})
@@ -245,10 +283,11 @@ def test_install_refuses_a_process_that_uses_a_gpu(monkeypatch: pytest.MonkeyPat
 
 def test_install_refuses_another_megatron(cpu_mode: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patching, "_applied", {})
-    monkeypatch.setattr(patching, "version", lambda name: "0.20.0")
-    with pytest.raises(AsyncPPError, match="megatron-core 0.20.0 is installed"):
+    monkeypatch.setattr(patching, "megatron_version", lambda: "0.20.0")
+    with pytest.raises(AsyncPPError, match="this is Megatron 0.20.0, but "):
         patching.apply(cpu.MEGATRON_PATCHES)
-    assert version("megatron-core").startswith("0.19.")
+    monkeypatch.undo()
+    assert patching.megatron_version().startswith("0.19.")
 
 
 def test_aliases_are_rebound_and_put_back(monkeypatch: pytest.MonkeyPatch) -> None:

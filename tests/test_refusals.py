@@ -263,12 +263,12 @@ def test_an_unknown_megatron(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     import megatron_asyncpp
     from megatron_asyncpp.integration import patching
 
-    monkeypatch.setattr(patching, "version", lambda package: "0.20.0")
+    monkeypatch.setattr(patching, "megatron_version", lambda: "0.20.0")
     with pytest.raises(SystemExit) as left:
         megatron_asyncpp.install()
     assert left.value.code == 2
     message = capsys.readouterr().err
-    assert "megatron-core 0.20.0 is installed" in message
+    assert "this is Megatron 0.20.0, but " in message
     assert "install one of those versions" in message
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -47,6 +48,20 @@ _REFUSED = {
 }
 
 
+def start() -> None:
+    """Add the flags that CPU mode needs to this process's command line, and install it; a second call does nothing.
+
+    Raises:
+        AsyncPPError: a given flag asks for what only a GPU can do, or ``install`` refuses.
+    """
+    if _is_on():
+        return
+    sys.argv[1:], added = with_flags(sys.argv[1:])
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(f"megatron_asyncpp: CPU mode adds {' '.join(added) or 'nothing'}", flush=True)
+    install()
+
+
 def install() -> None:
     """Make torch and Megatron run on the host, in this process and until it ends; a second call does nothing.
 
@@ -56,7 +71,7 @@ def install() -> None:
         AsyncPPError: CUDA is in use already, TransformerEngine or Apex is installed, or megatron-core is of a
             version that the records were not read in.
     """
-    if all(patching.is_applied(patch) for patch in PATCHES):
+    if _is_on():
         return
     _hide_gpus()
     _refuse_cuda_extensions()
@@ -108,6 +123,10 @@ def _values(argv: list[str], name: str) -> list[str]:
         if flag == name:
             values.append(value if equals else following)
     return values
+
+
+def _is_on() -> bool:
+    return all(patching.is_applied(patch) for patch in PATCHES)
 
 
 def _hide_gpus() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib.util
 from typing import Any
 
 import torch
@@ -17,8 +18,13 @@ def _allows_no_cuda(initialize: Any) -> Any:
     return functools.wraps(initialize)(functools.partial(initialize, allow_no_cuda=True))
 
 
-def _compiles_nothing(compile_helpers: Any) -> Any:
-    return lambda: None
+def _compiles_what_is_missing(compile_helpers: Any) -> Any:
+    @functools.wraps(compile_helpers)
+    def compile_missing_helpers() -> None:
+        if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is None:
+            compile_helpers()
+
+    return compile_missing_helpers
 
 
 def _converts_on_cpu(maybe_move: Any) -> Any:
@@ -51,7 +57,7 @@ MEGATRON_PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         "megatron.core.datasets.utils:compile_helpers",
-        _compiles_nothing,
+        _compiles_what_is_missing,
         "the wheel has the dataset helpers compiled, but no Makefile: make would fail and Megatron exit",
         _READ_IN,
     ),

@@ -9,7 +9,6 @@ import importlib
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from importlib.metadata import version
 from types import ModuleType
 from typing import Any
 
@@ -115,11 +114,31 @@ def undo(patches: Iterable[Patch]) -> None:
                 setattr(owner, attribute, before)
 
 
-def _check_version(patch: Patch) -> None:
-    if patch.versions and not SpecifierSet(patch.versions).contains(version("megatron-core"), prereleases=True):
+def megatron_version() -> str:
+    """What ``megatron.core`` says of itself, whether it comes from a package or from a checkout on the path.
+
+    A package's metadata would do for neither: a checkout has none, and hides an installed package's code.
+
+    Raises:
+        AsyncPPError: there is no Megatron.
+    """
+    try:
+        found: str = importlib.import_module("megatron.core.package_info").__version__
+    except ModuleNotFoundError as error:
+        if error.name not in ("megatron", "megatron.core", "megatron.core.package_info"):
+            raise
         raise AsyncPPError(
-            f"megatron-core {version('megatron-core')} is installed, but {patch.target} was only read in "
-            f"{patch.versions}: install one of those versions"
+            f"Megatron is neither installed nor on the path: run pip install 'megatron-core{VERSIONS}', or start in a "
+            f"Megatron-LM checkout"
+        ) from None
+    return found
+
+
+def _check_version(patch: Patch) -> None:
+    if patch.versions and not SpecifierSet(patch.versions).contains(megatron_version(), prereleases=True):
+        raise AsyncPPError(
+            f"this is Megatron {megatron_version()}, but {patch.target} was only read in {patch.versions}: install "
+            f"one of those versions"
         )
 
 
