@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import pickle
+import re
 import shutil
 from argparse import Namespace
 from pathlib import Path
@@ -10,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_asyncpp import installation
+from megatron_asyncpp.builds import found
 from megatron_asyncpp.doctor import examined, main
 from megatron_asyncpp.errors import AsyncPPError
 from tests.resumes import Shape, loading, saving
@@ -125,9 +129,12 @@ def test_without_a_folder_it_lists_what_is_replaced_and_refused(capsys: pytest.C
     assert "megatron-core 0.19" in told
     assert "FAILS" not in told
     for patch in (*megatron.PATCHES, *repairs.PATCHES):
-        assert f"{patch.target}: {patch.why}" in told
+        assert f"{patch.target}: {patch.why} - is there\n" in told
     for refusal in REFUSALS:
-        assert f"{refusal.flag}: {refusal.why}" in told
+        state = "Megatron's default asks for it" if refusal.flag == "--rerun-mode" else "not asked for by default"
+        assert f"{refusal.flag}: {refusal.why}; {refusal.instead} - {state}\n" in told
+    assert re.search(r"^NCCL \d", told, re.MULTILINE)
+    assert told.endswith("nothing that was looked at stands in the way of a run\n")
 
 
 def test_a_symbol_that_a_new_megatron_lacks_is_named(
@@ -140,4 +147,114 @@ def test_a_symbol_that_a_new_megatron_lacks_is_named(
     gone = Patch("megatron.core.timers:Timer.gone", lambda original: original, "a test", VERSIONS)
     monkeypatch.setattr(repairs, "PATCHES", (gone,))
     assert doctor.main(Namespace(folder=None)) == 1
-    assert "megatron.core.timers:Timer.gone: a test - FAILS: " in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "megatron.core.timers:Timer.gone: a test - FAILS: " in told
+    assert "a run would be refused or fail: megatron.core.timers:Timer.gone does not exist" in told
+
+
+def test_another_version_of_megatron_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron_asyncpp.integration import patching
+
+    monkeypatch.setattr(patching, "megatron_version", lambda: "0.20.0rc1")
+    lines, fine = installation.examined()
+    assert not fine
+    assert "a run would be refused or fail: Megatron 0.20.0rc1 is none of >=0.19,<0.20" in "\n".join(lines)
+
+
+def package(folder: Path, module: str, version: str | None, *parts: str) -> None:
+    """A package of that name and version, with so many submodules."""
+    (folder / module).mkdir(parents=True)
+    for part in ("__init__", *parts):
+        (folder / module / f"{part}.py").touch()
+    if version is not None:
+        record = folder / f"{module}-{version}.dist-info"
+        record.mkdir()
+        (record / "METADATA").write_text(f"Name: {module}\nVersion: {version}\n")
+
+
+@pytest.mark.parametrize(
+    ("folder", "version", "own"),
+    [
+        ("lib/python3.12/site-packages", "2.14.1", False),
+        ("lib/python3.12/dist-packages", "2.14.1+cu130", False),
+        ("lib/python3.12/dist-packages", "2.14.1+rocm6.4", False),
+        ("lib/python3.12/dist-packages", "2.9.0a0+50eac811a6.nv25.09", True),
+        ("opt/megatron-lm", None, True),
+        ("opt/megatron-lm", "1.0", True),
+    ],
+)
+def test_a_containers_own_builds_are_told_from_packages(
+    folder: str, version: str | None, own: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package(tmp_path / folder, "made_up", version)
+    monkeypatch.syspath_prepend(tmp_path / folder)
+    build = found("made-up", "made_up")
+    assert build.is_own == own
+    assert str(build).startswith(f"made-up {version or '(no version)'}")
+    assert str(build).endswith(", a build of this machine's own") == own
+    assert (str(tmp_path) in str(build)) == folder.startswith("opt")
+
+
+def test_what_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("made_up", "made_up.part"):
+        build = found("made-up", module)
+        assert (str(build), build.is_own) == ("made-up is not installed", False)
+
+
+@pytest.fixture
+def imports_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has imported all that the doctor imports, so that Megatron never meets a package that a test makes up."""
+    monkeypatch.setattr(installation, "_records", lambda: iter(()))
+    monkeypatch.setattr(installation, "_refusals", lambda: iter(()))
+    assert installation.examined()[1]
+
+
+@pytest.mark.parametrize(("part", "told"), [("optimizers", False), ("forms", True)])
+def test_the_other_apex_is_found(
+    part: str, told: bool, imports_nothing: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package(tmp_path / "site-packages", "apex", "0.1", part)
+    monkeypatch.syspath_prepend(tmp_path / "site-packages")
+    (line,) = (line for line in installation.examined()[0] if line.startswith("apex "))
+    assert ("PyPI's package of that name" in line) == told
+
+
+@pytest.mark.parametrize(
+    ("module", "version", "problem"),
+    [
+        ("transformer_engine", "2.9.0", "transformer-engine is installed, and Megatron would take its CUDA kernels"),
+        ("apex", "0.1", "apex is installed, and Megatron would take its CUDA kernels"),
+        ("emerging_optimizers", "0.4.0", "emerging-optimizers 0.4.0 is none that Megatron 0.19 works with"),
+    ],
+)
+def test_packages_that_end_a_run_are_named(
+    module: str, version: str, problem: str, imports_nothing: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package(tmp_path / "site-packages", module, version)
+    monkeypatch.syspath_prepend(tmp_path / "site-packages")
+    lines, fine = installation.examined()
+    assert not fine
+    assert lines[-1].startswith(f"a run would be refused or fail: {problem}")
+
+
+@pytest.mark.parametrize("missing", ["emerging_optimizers", "tqdm"])
+def test_a_missing_package_is_named(missing: str, imports_nothing: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == missing else find(name))
+    lines, fine = installation.examined()
+    assert not fine
+    assert f"importing megatron.training fails without {missing.replace('_', '-')}: pip install" in lines[-1]
+
+
+def test_gpus_are_listed_and_need_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    device = Namespace(name="A GPU", total_memory=80 * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: device)
+    lines, problems = installation._devices({})
+    assert [line.partition(", CUDA")[0] for line in lines[1:]] == ["GPU 0: A GPU, 80 GiB", "GPU 1: A GPU, 80 GiB"]
+    assert problems == []
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    lines, (problem,) = installation._devices({})
+    assert lines[0] == "NCCL: torch was built without it"
+    assert "needs a torch with NCCL" in problem
