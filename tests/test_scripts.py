@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-SCRIPTS = [*sorted((ROOT / "scripts").glob("*.sh")), ROOT / ".ci" / "run"]
+SLURM = ROOT / "scripts" / "slurm"
+SCRIPTS = [*sorted((ROOT / "scripts").glob("*.sh")), *sorted(SLURM.glob("*")), ROOT / ".ci" / "run"]
 
 STUB = f"""#!/bin/bash
 case "$1 $2" in
