@@ -198,6 +198,15 @@ def test_a_size_given_to_plan_wins_over_the_recipes(capsys: pytest.CaptureFixtur
     assert ([row["layers"] for row in found["rows"]], found["data_parallel"]) == ([16, 16], 4)
 
 
+def test_a_wide_lead_holds_more_microbatches(capsys: pytest.CaptureFixture[str]) -> None:
+    wide = (*SMALL, *ASYNCHRONOUS, "--asyncpp-lead", "wide")
+    found = plan("--world-size", "4", "--microbatches", "8", "--", *wide, capsys=capsys)
+    assert [row["microbatches"] for row in found["rows"]] == [7, 5, 3, 1]
+    sentence = refused("--world-size", "4", "--microbatches", "6", "--", *wide, capsys=capsys)
+    assert "needs at least 7 microbatches for 4 stages, and there are 6" in sentence
+    assert "leave out --asyncpp-lead wide" in sentence
+
+
 def test_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert command_line.main(["plan", "--model", "moe-2b", "--microbatches", "16", "--tflops", "400"]) == 0
     told = capsys.readouterr().out
@@ -226,7 +235,10 @@ MOE = ("--model", "moe-10b", "--microbatches", "32")
             (*SMOLLM, "--world-size", "16", "--pp", "3", "--microbatches", "8"),
             "a replica of the model takes 3 ranks (tensor x pipeline x context parallel), and --world-size 16 isn't",
         ),
-        ((*SMOLLM, "--world-size", "2", "--pp", "2", "--microbatches", "1"), "2BW needs at least as many microbatches"),
+        (
+            (*SMOLLM, "--world-size", "2", "--pp", "2", "--microbatches", "1"),
+            "2BW needs at least 2 microbatches for 2 stages",
+        ),
         ((*SMOLLM, "--world-size", "2", "--tp", "2", "--microbatches", "1"), "--num-query-groups 3 is neither"),
         ((*MOE, "--world-size", "32", "--tp", "32"), "16 heads can't be divided over 32 ranks: lower --tensor-model-p"),
         ((*SMOLLM, "--world-size", "2", "--tp", "0", "--microbatches", "1"), "--tensor-model-parallel-size 0 leaves"),

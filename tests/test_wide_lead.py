@@ -19,6 +19,7 @@ def train(stages: int, *more: str, microbatches: int | None = None, **options: o
 
 
 def assert_wide(done: Run, stages: int, iterations: int = rows.ITERATIONS) -> None:
+    assert f"schedule 2bw, wide lead: P = {stages} stages" in done.ranks[0].stdout
     for rank in done.ranks:
         rows.assert_lead(rank.actions, 2 * (stages - 1 - rank.pipeline_rank), iterations)
         assert all(versions == (max(0, k - 1),) * 2 for (k, _), versions in rank.versions.items())

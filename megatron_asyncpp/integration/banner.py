@@ -47,8 +47,9 @@ def text(
     else:
         own, cause = flushed, "a flush after each batch"
     lines = [
-        f"schedule {config.name}: P = {stages} stages, M = {microbatches} microbatches, "
-        f"delay {config.schedule.delay} step(s), {config.schedule.versions(0, stages)} weight version(s), "
+        f"schedule {config.name}{', wide lead' * config.schedule.ahead}: P = {stages} stages, "
+        f"M = {microbatches} microbatches, delay {config.schedule.delay} step(s), "
+        f"{config.schedule.versions(0, stages)} weight version(s), "
         f"{config.correction()}",
         f"predicted slowdown over a pipeline without bubble, if a backward takes twice a forward: "
         f"1F1B {flushed:.3f}, interleaved 1F1B with 2 chunks per stage {interleaved:.3f}, this run {own:.3f} ({cause})",

@@ -9,7 +9,7 @@ from math import log2
 
 from megatron_asyncpp.errors import AsyncPPError
 from megatron_asyncpp.planning.architecture import Architecture
-from megatron_asyncpp.planning.flags import Request
+from megatron_asyncpp.planning.flags import Request, schedule_of
 from megatron_asyncpp.planning.layout import Layout
 from megatron_asyncpp.planning.memory import memory
 
@@ -27,11 +27,12 @@ def nearest(request: Request, limit: float) -> Request | None:
         limit: bytes of a GPU.
     """
     batch = request.microbatches * request.layout.data
+    least = schedule_of(request.args).least_microbatches
     for factor in _MORE_GPUS:
         world = request.layout.world * factor
         found = sorted(_layouts(request.model, request.layout, world), key=lambda one: _distance(one, request.layout))
         for layout in found:
-            if batch % layout.data or batch // layout.data < layout.pipeline:
+            if batch % layout.data or batch // layout.data < max(layout.pipeline, least(layout.pipeline)):
                 continue
             changed = replace(request, layout=layout, microbatches=batch // layout.data)
             if max(row.total for row in memory(changed)) <= limit:

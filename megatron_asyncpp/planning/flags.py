@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from megatron_asyncpp import models
-from megatron_asyncpp.arguments import add_arguments
+from megatron_asyncpp.arguments import add_arguments, config_from
 from megatron_asyncpp.errors import AsyncPPError
 from megatron_asyncpp.planning.architecture import (
     Architecture,
@@ -21,6 +21,7 @@ from megatron_asyncpp.planning.architecture import (
     Layer,
 )
 from megatron_asyncpp.planning.layout import Layout, even_stages, stages_of
+from megatron_asyncpp.schedules import SCHEDULES, Schedule
 
 # Flags with a number, and Megatron's default.
 _NUMBERS: dict[str, int | None] = {
@@ -307,9 +308,17 @@ def _microbatches(args: Namespace, layout: Layout, given: int | None) -> int:
         count = args.global_batch_size // at_once
     if count < 1:
         raise AsyncPPError(f"--microbatches {count} leaves nothing to train on: give at least 1")
-    if args.asyncpp_schedule == "2bw" and count < layout.pipeline:
+    least = schedule_of(args).least_microbatches(layout.pipeline)
+    if count < least:
+        wide = ", leave out --asyncpp-lead wide" if args.asyncpp_lead == "wide" else ""
         raise AsyncPPError(
-            f"2BW needs at least as many microbatches as stages, and there are {count} for {layout.pipeline}: raise "
-            f"--microbatches or --global-batch-size, or lower --pipeline-model-parallel-size"
+            f"2BW needs at least {least} microbatches for {layout.pipeline} stages, and there are {count}: raise "
+            f"--microbatches or --global-batch-size{wide}, or lower --pipeline-model-parallel-size"
         )
     return count
+
+
+def schedule_of(args: Namespace) -> Schedule:
+    """The schedule that the flags ask for; without one it is Megatron's."""
+    config = config_from(args)
+    return SCHEDULES["1f1b"] if config is None else config.schedule

@@ -9,10 +9,10 @@ from functools import cache
 from megatron_asyncpp.arguments import config_from
 from megatron_asyncpp.errors import AsyncPPError
 from megatron_asyncpp.planning.activations import stage_activations
-from megatron_asyncpp.planning.flags import Request
+from megatron_asyncpp.planning.flags import Request, schedule_of
 from megatron_asyncpp.planning.layout import Layout
 from megatron_asyncpp.planning.parameters import Count, stage_parameters
-from megatron_asyncpp.schedules import SCHEDULES, Schedule
+from megatron_asyncpp.schedules import Schedule
 from megatron_asyncpp.schedules.simulate import simulate
 
 WEIGHT, MASTER = 2, 4  # bytes: bf16, and fp32 for all that an optimizer keeps
@@ -97,11 +97,11 @@ def memory(request: Request) -> list[Row]:
 def _in_flight(args: Namespace, layout: Layout, microbatches: int) -> tuple[int, ...]:
     """Microbatches between forward and backward on each stage, at the peak.
 
-    They don't depend on the number of microbatches once there are as many as stages.
+    They don't depend on the number of microbatches once there are as many as the schedule needs, or as stages.
     """
-    config = config_from(args)
-    schedule = SCHEDULES["1f1b"] if config is None else config.schedule
-    return _simulated(schedule, layout.pipeline, min(microbatches, layout.pipeline))
+    schedule = schedule_of(args)
+    enough = max(layout.pipeline, schedule.least_microbatches(layout.pipeline))
+    return _simulated(schedule, layout.pipeline, min(microbatches, enough))
 
 
 @cache
