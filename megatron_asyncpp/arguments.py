@@ -14,6 +14,7 @@ from megatron_asyncpp import models, muon_preset
 from megatron_asyncpp.errors import AsyncPPError
 from megatron_asyncpp.refusals import REFUSALS
 from megatron_asyncpp.schedules import SCHEDULES, Schedule
+from megatron_asyncpp.stage_layers import chunks_of, even_stages, stages_of
 
 PREFIX = "--asyncpp-"
 
@@ -275,6 +276,7 @@ def check(args: Namespace, argv: list[str]) -> None:
     _check_corrections(args, config)
     _check_muon_preset(args, config)
     _check_synchronous_parts(args, config)
+    _check_layers(args)
     _check_microbatches(args, config)
     _check_trace(args, config)
 
@@ -371,6 +373,22 @@ def _check_trace(args: Namespace, config: AsyncPPConfig) -> None:
         raise AsyncPPError(
             f"{PREFIX}trace {config.trace} can't be written to ({error.strerror}): give a folder that you may write to"
         ) from error
+
+
+def _check_layers(args: Namespace) -> None:
+    """Megatron stops at a layout that doesn't fit in an assertion of each rank."""
+    layout, stages = args.pipeline_model_parallel_layout, args.pipeline_model_parallel_size
+    if args.num_layers is None or getattr(args, "hybrid_layer_pattern", None) is not None:
+        return  # Megatron takes their number from elsewhere
+    if isinstance(layout, str):
+        chunks = len(chunks_of(layout))
+        # Several chunks on each stage are refused once Megatron has made something of them.
+        stages_of(layout, args.num_layers, stages if chunks % stages else chunks)
+    elif layout is None and stages > 1:
+        counted = (
+            args.num_layers + args.account_for_embedding_in_pipeline_split + args.account_for_loss_in_pipeline_split
+        )
+        even_stages(counted, stages, args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers)
 
 
 def _check_microbatches(args: Namespace, config: AsyncPPConfig) -> None:

@@ -14,11 +14,12 @@ from megatron_asyncpp import __main__ as command_line
 from megatron_asyncpp.errors import AsyncPPError
 from megatron_asyncpp.planning.activations import stage_activations
 from megatron_asyncpp.planning.flags import Request, read, shape
-from megatron_asyncpp.planning.layout import Layout, stages_of
+from megatron_asyncpp.planning.layout import Layout
 from megatron_asyncpp.planning.memory import memory
 from megatron_asyncpp.planning.parameters import active_parameters, stage_parameters, total_parameters
 from megatron_asyncpp.planning.speed import flops_per_token
 from megatron_asyncpp.predictions import predict
+from megatron_asyncpp.stage_layers import stages_of
 from tests.harness.run import ROOT
 
 ROPE = ("--position-embedding-type", "rope", "--normalization", "RMSNorm", "--swiglu", "--disable-bias-linear")

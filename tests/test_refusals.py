@@ -226,6 +226,25 @@ def test_a_world_that_holds_no_replica(parse: Callable[..., Namespace]) -> None:
         parse([*tiny_flags(4, 4), *rows.TWO_BW])
 
 
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (["--num-layers", "3"], "3 layers can't be divided over --pipeline-model-parallel-size 2: give a divisor"),
+        (["--num-layers", "4", "--decoder-first-pipeline-num-layers", "5"], "with that first or last stage"),
+        (
+            ["--pipeline-model-parallel-layout", "Et*2|t*3L"],
+            r"layout Et\*2\|t\*3L isn't E, 4 times t and L on 2 stages",
+        ),
+        (["--pipeline-model-parallel-layout", "Et|t|t*2L"], "on 2 stages: give each stage its layers"),
+    ],
+)
+def test_layers_that_do_not_fit_on_the_stages(extra: list[str], message: str, parse: Callable[..., Namespace]) -> None:
+    parse([*tiny_flags(2, 4), *rows.TWO_BW, "--pipeline-model-parallel-layout", "Et|t*3L"], world_size=2)
+    parse([*tiny_flags(2, 4), *extra], world_size=2)  # without a schedule it is Megatron's business
+    with pytest.raises(AsyncPPError, match=message):
+        parse([*tiny_flags(2, 4), *rows.TWO_BW, *extra], world_size=2)
+
+
 def test_a_wide_lead_needs_more_microbatches(parse: Callable[..., Namespace]) -> None:
     wide = [*rows.TWO_BW, "--asyncpp-lead", "wide"]
     parse([*tiny_flags(4, 7), *wide], world_size=4)

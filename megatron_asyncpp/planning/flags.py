@@ -20,8 +20,9 @@ from megatron_asyncpp.planning.architecture import (
     LatentAttention,
     Layer,
 )
-from megatron_asyncpp.planning.layout import Layout, even_stages, stages_of
+from megatron_asyncpp.planning.layout import Layout
 from megatron_asyncpp.schedules import SCHEDULES, Schedule
+from megatron_asyncpp.stage_layers import even_stages, stages_of
 
 # Flags with a number, and Megatron's default.
 _NUMBERS: dict[str, int | None] = {
