@@ -63,7 +63,8 @@ class AsyncPPConfig:
     @property
     def schedule(self) -> Schedule:
         """The plan of that name, lead and step."""
-        return SCHEDULES[self.name + "-wide" * (self.lead == "wide") + "-blocking" * self.blocking_step]
+        variant = "-wide" * (self.lead == "wide") + "-blocking" * self.blocking_step
+        return SCHEDULES[self.name + variant] if variant else RUNNABLE[self.name]
 
     def correction(self) -> str:
         """The correction for the delay, in words."""

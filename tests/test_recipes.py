@@ -147,7 +147,7 @@ def test_it_goes_on_until_all_iterations_are_done(reached: str, code: int, reque
 
 
 @pytest.mark.parametrize(
-    "name", [name if name == "moe-10b" else pytest.param(name, marks=pytest.mark.slow) for name in RECIPES]
+    "name", [name if name == "moe-2b" else pytest.param(name, marks=pytest.mark.slow) for name in RECIPES]
 )
 def test_a_small_twin_trains(name: str, tmp_path: Path) -> None:
     """Stages, layout, optimizer and all flags but sizes are the recipe's; 2BW with Error Feedback."""
