@@ -460,7 +460,7 @@ def test_one_real_run_from_elsewhere(tmp_path: Path) -> None:
     assert list(tmp_path.glob("bench_*")) == []
 
 
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("sent", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGKILL])
 def test_an_interrupt_and_a_kill_stop_the_real_run(sent: signal.Signals, tmp_path: Path) -> None:
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     words = "--pp 2 --microbatches 2 --iterations 999 --variants 1f1b"

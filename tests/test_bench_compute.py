@@ -100,6 +100,7 @@ def test_a_failed_run_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert out == "" and "it failed" in err and "about " in err
 
 
+@pytest.mark.slow
 def test_a_short_real_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     server()

@@ -188,6 +188,7 @@ def saved(folder: Path) -> dict[str, torch.Tensor]:
     return weights
 
 
+@pytest.mark.slow
 def test_tensor_and_sequence_parallelism_change_only_the_order_of_sums(tmp_path: Path) -> None:
     """Six iterations from the same checkpoint. The out_norm is the only weight of the layer that TP ranks share."""
     checkpoint = ("--save-interval", "2", "--ckpt-format", "torch_dist")

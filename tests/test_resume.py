@@ -29,11 +29,9 @@ IN_CI = """
     adam | pp2                                        | fp32 | torch_dist
     sgd  | pp2                                        | bf16 | torch
     muon | pp2                                        | fp32 | torch_dist
-    sgd  | recompute selective                        | fp32 | torch_dist
     muon | tied pp2                                   | bf16 | torch
     adam | tied dp2 pp2 distributed                   | fp32 | torch_dist
     muon | dp2 pp2 distributed                        | bf16 | torch_dist
-    adam | dp2 pp2 distributed overlap-param-gather   | bf16 | torch
 """
 ELSEWHERE = """
     adam | pp4                                        | bf16 | torch
@@ -67,6 +65,8 @@ ELSEWHERE = """
     sgd  | recompute full                             | fp32 | torch
     adam | recompute selective                        | fp32 | torch_dist
     muon | recompute selective                        | bf16 | torch
+    sgd  | recompute selective                        | fp32 | torch_dist
+    adam | dp2 pp2 distributed overlap-param-gather   | bf16 | torch
 """
 
 

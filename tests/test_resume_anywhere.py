@@ -57,7 +57,7 @@ def test_generators_that_a_tracker_holds_are_copied(monkeypatch: pytest.MonkeyPa
     assert torch.equal(torch.rand(3, generator=states["tracker"]["model"]), drawn)
 
 
-@pytest.mark.parametrize("step", [2, 3, pytest.param(6, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("step", [3, *(pytest.param(step, marks=pytest.mark.slow) for step in (2, 6))])
 def test_inside_a_batch_size_and_where_it_changes(step: int, tmp_path: Path) -> None:
     saver = RAMP_UP.train(*saving(tmp_path, step))
     assert_continued(control(RAMP_UP), saver, 0)
@@ -69,9 +69,9 @@ def test_inside_a_batch_size_and_where_it_changes(step: int, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("step", "first"),
     [
-        (3, 3),  # synchronous
+        pytest.param(3, 3, marks=pytest.mark.slow),  # synchronous
         (4, 4),  # the first delayed batch has no older weights
-        (5, 4),
+        pytest.param(5, 4, marks=pytest.mark.slow),
         pytest.param(8, 7, marks=pytest.mark.slow),
         pytest.param(9, 9, marks=pytest.mark.slow),  # the first of the cooldown
         pytest.param(10, 10, marks=pytest.mark.slow),

@@ -50,11 +50,12 @@ def test_it_goes_on_in_another_layout(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("before", "after", "kind", "says"),
     [
-        (
+        pytest.param(
             LEAVES["distributed"],
             Shape(4, 4, ("--use-distributed-optimizer",), (("bf16", True),)),
             "torch_dist",
             "can't be loaded with pipeline_model_parallel_size 2 to 4, since it was saved in the layout of its ranks",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             LEAVES["layer-wise"],

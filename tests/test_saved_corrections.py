@@ -85,7 +85,7 @@ def test_the_sharded_checkpoint_has_it_by_weight(optimizer: str, tmp_path: Path)
     assert sum(compared.values()) == sum(tensor.numel() for tensor in saved.values())
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
 def test_the_sharded_checkpoint_has_it_by_buffer(dtype: str, tmp_path: Path) -> None:
     done, folder = train("distributed bf16", tmp_path, "torch_dist", "--asyncpp-error-feedback-dtype", dtype)
     saved = read(folder)

@@ -117,7 +117,11 @@ def test_the_walk_finds_a_planted_tensor() -> None:
     assert all((77,) in rank.extra["aliases"] for rank in done.ranks)
 
 
-@pytest.mark.parametrize("sharding", [(), ("--dist-ckpt-optim-fully-reshardable",)], ids=["default", "reshardable"])
+@pytest.mark.parametrize(
+    "sharding",
+    [pytest.param((), marks=pytest.mark.slow), ("--dist-ckpt-optim-fully-reshardable",)],
+    ids=["default", "reshardable"],
+)
 def test_the_sharded_checkpoint_has_what_error_feedback_keeps(sharding: tuple[str, ...], tmp_path: Path) -> None:
     save = ("--save", str(tmp_path), "--save-interval", "2", "--ckpt-format", "torch_dist", *sharding)
     extra = (*DISTRIBUTED, *rows.TWO_BW, *rows.feedback_flags(1.0), *save)

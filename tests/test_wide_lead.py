@@ -32,6 +32,7 @@ def test_it_is_the_recursion(stages: int) -> None:
     assert_bitwise(done, rows.oracle(2 * stages - 1, 1.0, rows.CLIP))
 
 
+@pytest.mark.slow
 def test_it_is_the_flushed_loop_on_older_weights_with_muon_in_bf16() -> None:
     done = train(2, *rows.MUON, microbatches=4, bf16=True)
     assert_wide(done, 2)

@@ -125,7 +125,7 @@ def arguments(argv: list[str]) -> Plan:
         "--iterations", type=int, default=4, metavar="N", help="that count, of each run, default %(default)s"
     )
     parser.add_argument(
-        "--warm-up", type=int, default=2, metavar="N", help="iterations before those, default %(default)s"
+        "--warm-up", type=int, default=3, metavar="N", help="iterations before those, default %(default)s"
     )
     parser.add_argument("--rounds", type=int, default=1, metavar="N", help="runs of each variant, default %(default)s")
     parser.add_argument("--json", action="store_true", help="print one JSON object; the table goes to standard error")
