@@ -119,12 +119,13 @@ def _check_formula(
             f"For {name} there is only a formula, for equal stages and no latency: give one time for all stages and "
             f"leave out --latency, or take one of {', '.join(SCHEDULES)}."
         )
-    if name == "interleaved" and count % stages:
+    holds = FORMULAS[name].holds(stages, count)
+    if name == "interleaved" and not holds:
         raise AsyncPPError(
             f"The formula for interleaved holds if --microbatches is a multiple of --pp, and {count} is none of "
             f"{stages}: change one of them."
         )
-    if name == "dualpipe" and stages % 2:
+    if name == "dualpipe" and not holds:
         raise AsyncPPError(f"DualPipe needs an even number of stages, and --pp is {stages}: give an even one.")
     if name in ("zb1p", "dualpipe") and backward[0] < forward[0]:
         raise AsyncPPError(

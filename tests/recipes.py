@@ -11,7 +11,7 @@ from pathlib import Path
 from megatron_asyncpp.integration.cpu import FLAGS
 from megatron_asyncpp.models import grouped
 from tests.harness.flags import RUN, VOCABULARY
-from tests.harness.run import ROOT
+from tests.harness.forkserver import ROOT
 
 SLURM = ROOT / "scripts" / "slurm"
 RECIPES = {path.stem: path for path in sorted(SLURM.glob("*.sbatch"))}

@@ -91,7 +91,7 @@ def test_ratios_are_taken_round_by_round() -> None:
 
 
 def test_a_failed_run_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def measure(args: object, length: object) -> None:
+    def measure(args: object, length: object, results: object) -> None:
         raise RunError("it failed")
 
     monkeypatch.setattr(compute, "_measure", measure)
@@ -102,8 +102,8 @@ def test_a_failed_run_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
 
 @pytest.mark.slow
 def test_a_short_real_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    server()  # before: it has a temporary folder of its own
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    server()
     words = "--microbatches 2 --hidden-size 64 --seq-length 16 --rounds 1 --iterations 1 --warm-up 1 --json"
     assert compute.main(words.split()) == 0
     out, err = capsys.readouterr()

@@ -13,7 +13,7 @@ import torch
 from scripts import gpu_check
 from scripts.gpu.report import Check, Failed, NotHere, report
 from scripts.gpu.runs import ITERATIONS, Machine, Runs, Trained, _reason, compare, launch
-from tests.harness.run import ROOT
+from tests.harness.forkserver import ROOT
 
 
 def passes() -> str:

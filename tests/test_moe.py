@@ -165,14 +165,14 @@ def test_experts_are_the_flushed_loop_on_older_weights(name: str) -> None:
     ],
 )
 def test_leaving_out_one_switch_is_seen(name: str, fault: str) -> None:
-    wrong = train(ROWS[name], "plugin", hook=f"faults:{fault}")
+    wrong = train(ROWS[name], "plugin", hook=f"state_faults:{fault}")
     with pytest.raises(AssertionError, match="differ"):
         assert_bitwise(wrong, flushed(name))
 
 
 def test_a_bias_without_versions_is_seen_where_a_step_comes_early() -> None:
     """Without recomputation a step that comes as late as it can changes a bias that nobody reads any more."""
-    row, hook = ROWS[QUANTILE_BALANCING], "faults:without_versions_of_biases"
+    row, hook = ROWS[QUANTILE_BALANCING], "state_faults:without_versions_of_biases"
     wrong = train(row, "plugin", "--asyncpp-blocking-step", hook=hook)
     with pytest.raises(AssertionError, match="differ"):
         assert_bitwise(wrong, flushed(QUANTILE_BALANCING))
@@ -193,7 +193,7 @@ def test_deferred_is_blocking(name: str) -> None:
 @pytest.mark.parametrize("step", [(), ("--asyncpp-blocking-step",)], ids=["deferred", "blocking"])
 def test_a_skipped_update_leaves_the_bias_as_it_was(step: tuple[str, ...]) -> None:
     skip = ("--asyncpp-skip-nonfinite", "--no-check-for-nan-in-loss-and-grad", *step)
-    done = train(ROWS[BIAS], "plugin", *skip, hook="faults:poison_batch_three_and_watch_biases", iterations=7)
+    done = train(ROWS[BIAS], "plugin", *skip, hook="state_faults:poison_batch_three_and_watch_biases", iterations=7)
     assert [rank.skipped for rank in done.ranks] == [[3], [3]]
     for rank in done.ranks:
         biases = [bias for bias, _ in rank.extra["biases"]]
@@ -267,7 +267,7 @@ def test_the_log_says_which_iteration_a_loss_is_of() -> None:
 def test_losses_of_two_batches_in_one_figure_are_seen() -> None:
     """The weights are right without the switch: only the log would be wrong."""
     name = "ep2 pp2 alltoall, aux_loss"
-    wrong = train(ROWS[name], "plugin", hook="faults:without_batch_state")
+    wrong = train(ROWS[name], "plugin", hook="state_faults:without_batch_state")
     assert_bitwise(wrong, flushed(name))
     assert wrong.last.metrics != flushed(name).last.metrics
 
@@ -309,21 +309,21 @@ def test_figures_of_layers_are_written_as_megatron_does() -> None:
 def test_an_undeclared_state_is_refused_and_a_declared_one_is_right() -> None:
     plain = Topology(2, 2)
     with pytest.raises(RankError, match=r"a forward changes the buffer .*layers\.0\.extra\.seen .*\.declare_state in"):
-        train(plain, "plugin", hook="faults:add_stateful_module")
+        train(plain, "plugin", hook="state_faults:add_stateful_module")
     bias = r"finalize_model_grads changes the buffer .*layers\.0\.extra\.user_bias .*\.declare_state in"
     with pytest.raises(RankError, match=bias):
-        train(plain, "plugin", hook="faults:declare_only_the_sum")
+        train(plain, "plugin", hook="state_faults:declare_only_the_sum")
     for recompute in ((), FULL_RECOMPUTE):
-        reference = train(plain, "fixture", *recompute, hook="faults:add_stateful_module")
+        reference = train(plain, "fixture", *recompute, hook="state_faults:add_stateful_module")
         assert reference.ranks[0].final["decoder.layers.0.extra.user_bias"].any()
         more = (*recompute, "--asyncpp-check-versions")
-        done = train(plain, "plugin", *more, hook="faults:declare_stateful_module", eval_interval=5, eval_iters=1)
+        done = train(plain, "plugin", *more, hook="state_faults:declare_stateful_module", eval_interval=5, eval_iters=1)
         assert_bitwise(done, reference)
 
 
 def test_a_state_that_changes_only_in_a_recomputed_forward_is_refused() -> None:
     with pytest.raises(RankError, match=r"a backward changes the buffer .*layers\.0\.extra\.seen"):
-        train(Topology(2, 2, FULL_RECOMPUTE), "plugin", hook="faults:add_stateful_module")
+        train(Topology(2, 2, FULL_RECOMPUTE), "plugin", hook="state_faults:add_stateful_module")
 
 
 def test_a_declaration_must_name_what_is_there() -> None:

@@ -20,7 +20,7 @@ from megatron_asyncpp.planning.parameters import active_parameters, stage_parame
 from megatron_asyncpp.planning.speed import flops_per_token
 from megatron_asyncpp.predictions import predict
 from megatron_asyncpp.stage_layers import stages_of
-from tests.harness.run import ROOT
+from tests.harness.forkserver import ROOT
 
 ROPE = ("--position-embedding-type", "rope", "--normalization", "RMSNorm", "--swiglu", "--disable-bias-linear")
 UNTIED = ("--untie-embeddings-and-output-weights",)

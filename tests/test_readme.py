@@ -8,7 +8,7 @@ from argparse import ArgumentParser
 from megatron_asyncpp.__main__ import COMMANDS
 from megatron_asyncpp.arguments import add_arguments
 from megatron_asyncpp.refusals import REFUSALS
-from tests.harness.run import ROOT
+from tests.harness.forkserver import ROOT
 
 README = (ROOT / "README.md").read_text()
 

@@ -16,7 +16,8 @@ from megatron_asyncpp.errors import AsyncPPError
 from megatron_asyncpp.refusals import REFUSALS
 from tests import rows
 from tests.harness.flags import tiny_flags
-from tests.harness.run import ROOT, run
+from tests.harness.forkserver import ROOT
+from tests.harness.run import run
 
 # What triggers each row of the table; those that aren't here have tests of their own.
 TRIGGERS = {

@@ -146,7 +146,7 @@ LEAVES = {
 def test_what_is_not_restored_is_seen(name: str, fault: str, tmp_path: Path) -> None:
     run = LEAVES[name]
     first = interrupted(run, tmp_path)
-    wrong = run.train(*loading(tmp_path), hook=f"tests.faults:{fault}")
+    wrong = run.train(*loading(tmp_path), hook=f"tests.resume_faults:{fault}")
     with pytest.raises(AssertionError, match="differ"):
         assert_continued(control(run), wrong, SAVED_AT, first)
 
@@ -156,7 +156,7 @@ def test_what_is_not_restored_is_seen(name: str, fault: str, tmp_path: Path) -> 
 def test_a_correction_that_is_not_restored_is_seen(name: str, tmp_path: Path) -> None:
     run = LEAVES[name]
     interrupted(run, tmp_path)
-    wrong = run.train(*loading(tmp_path), hook="tests.faults:forget_the_correction")
+    wrong = run.train(*loading(tmp_path), hook="tests.resume_faults:forget_the_correction")
     with pytest.raises(AssertionError, match="differ"):
         assert_continued(control(run), wrong, SAVED_AT)
 
@@ -167,7 +167,7 @@ def test_the_fully_reshardable_format(tmp_path: Path) -> None:
     reshardable = ("--dist-ckpt-optim-fully-reshardable",)
     first = interrupted(run, tmp_path, SAVED_AT, "torch_dist", *reshardable)
     assert_continued(control(run), run.train(*loading(tmp_path), *reshardable), SAVED_AT, first)
-    wrong = run.train(*loading(tmp_path), *reshardable, hook="tests.faults:forget_the_correction")
+    wrong = run.train(*loading(tmp_path), *reshardable, hook="tests.resume_faults:forget_the_correction")
     with pytest.raises(AssertionError, match="differ"):
         assert_continued(control(run), wrong, SAVED_AT)
 

@@ -37,7 +37,7 @@ def test_dropout_and_an_evaluation_where_it_is_saved(tmp_path: Path) -> None:
 
 
 def test_generators_after_the_lead_forwards_are_seen(tmp_path: Path) -> None:
-    DROPOUT.train(*saving(tmp_path, 6), hook="tests.faults:save_the_generators_as_they_are")
+    DROPOUT.train(*saving(tmp_path, 6), hook="tests.resume_faults:save_the_generators_as_they_are")
     with pytest.raises(AssertionError, match="differ"):
         assert_continued(control(DROPOUT), DROPOUT.train(*loading(tmp_path, step=6)), 6)
 

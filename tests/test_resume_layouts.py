@@ -40,7 +40,7 @@ def test_it_goes_on_in_another_layout(name: str, tmp_path: Path) -> None:
     assert "previous update of each weight: restored" in second.ranks[0].stdout
     if "tp" in name or "dp" in name:  # sums are made in another order
         assert second.last.losses == pytest.approx(whole.last.losses[SAVED_AT:], rel=1e-5)
-        wrong = after.train(*loading(tmp_path), hook="tests.faults:forget_the_stale_weights")
+        wrong = after.train(*loading(tmp_path), hook="tests.resume_faults:forget_the_stale_weights")
         assert wrong.last.losses != pytest.approx(whole.last.losses[SAVED_AT:], rel=1e-5)
     else:
         assert second.last.losses == whole.last.losses[SAVED_AT:]

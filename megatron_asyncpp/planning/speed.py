@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron_asyncpp.planning.architecture import Architecture, DeltaNet, LatentAttention
 from megatron_asyncpp.planning.parameters import active_parameters
-from megatron_asyncpp.schedules import slowdown
+from megatron_asyncpp.schedules import SCHEDULES, slowdown
 
 SECONDS_A_DAY = 86400
 _BACKWARD_OVER_FORWARD, _CHUNKS = 2.0, 2
@@ -38,17 +38,11 @@ def slowdowns(stages: int, microbatches: int) -> dict[str, float]:
     """
     found = {"1f1b": slowdown.one_f_one_b(stages, microbatches)}
     for name, formula in slowdown.FORMULAS.items():
-        if _applies(name, stages, microbatches):
+        if formula.holds(stages, microbatches):
             found[name] = formula.slowdown(stages, microbatches, _BACKWARD_OVER_FORWARD, _CHUNKS)
-    if microbatches >= stages:
+    if microbatches >= SCHEDULES["2bw"].least_microbatches(stages):
         found["2bw"] = 1.0
     return found
-
-
-def _applies(name: str, stages: int, microbatches: int) -> bool:
-    if name == "interleaved":
-        return microbatches % stages == 0
-    return name != "dualpipe" or stages % 2 == 0
 
 
 def tokens_a_day(model: Architecture, world: int, tflops: float, slower: float) -> float:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
 from collections import deque
-from typing import Any, NamedTuple, Protocol, override
+from typing import Any, NamedTuple, override
 
 import torch
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
@@ -12,35 +13,8 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron_asyncpp.schedules.exchanges import Exchange, Payload
 
 
-class Wire(Protocol):
+class Wire(ABC):
     """The two neighbours of a stage, of which the first and the last stage lack one."""
-
-    @property
-    def is_first(self) -> bool:
-        """Whether there is no stage before this one."""
-
-    @property
-    def is_last(self) -> bool:
-        """Whether there is no stage after this one."""
-
-    def exchange(self, exchange: Exchange, made: Any, shapes: Any) -> None:
-        """Send what the last action made, and receive what is needed next, or some time later.
-
-        Args:
-            exchange: what of it.
-            made: output tensors, or gradients of input tensors.
-            shapes: of what is received, as Megatron's ``get_tensor_shapes`` gives them.
-        """
-
-    def take(self, payload: Payload) -> Any:
-        """What the next forward (or backward) needs; with no neighbour to send it, what Megatron passes then."""
-
-    def settle(self) -> None:
-        """Wait until everything that was sent has left this stage."""
-
-
-class CombinedCalls(Wire):
-    """As Megatron's 1F1B does it: a call returns when its messages are through, and they are needed at once."""
 
     def __init__(self, group: Any, config: Any) -> None:
         """Wire it up.
@@ -50,17 +24,43 @@ class CombinedCalls(Wire):
             config: Megatron's.
         """
         self._communicator = P2PCommunicator(pp_group=group, config=config)
-        self._received: Any = None
 
     @property
-    @override
     def is_first(self) -> bool:
+        """Whether there is no stage before this one."""
         return bool(self._communicator.is_pp_first_stage)
 
     @property
-    @override
     def is_last(self) -> bool:
+        """Whether there is no stage after this one."""
         return bool(self._communicator.is_pp_last_stage)
+
+    @abstractmethod
+    def exchange(self, exchange: Exchange, made: Any, shapes: Any) -> None:
+        """Send what the last action made, and receive what is needed next, or some time later.
+
+        Args:
+            exchange: what of it.
+            made: output tensors, or gradients of input tensors.
+            shapes: of what is received, as Megatron's ``get_tensor_shapes`` gives them.
+        """
+
+    @abstractmethod
+    def take(self, payload: Payload) -> Any:
+        """What the next forward (or backward) needs; with no neighbour to send it, what Megatron passes then."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Wait until everything that was sent has left this stage."""
+
+
+class CombinedCalls(Wire):
+    """As Megatron's 1F1B does it: a call returns when its messages are through, and they are needed at once."""
+
+    def __init__(self, group: Any, config: Any) -> None:
+        """See ``Wire``."""
+        super().__init__(group, config)
+        self._received: Any = None
 
     @override
     def exchange(self, exchange: Exchange, made: Any, shapes: Any) -> None:
@@ -103,27 +103,12 @@ class PostedAhead(Wire):
     """
 
     def __init__(self, group: Any, config: Any) -> None:
-        """Wire it up.
-
-        Args:
-            group: the pipeline's.
-            config: Megatron's.
-        """
+        """See ``Wire``."""
         single = copy.copy(config)
         single.batch_p2p_comm = False  # Megatron waits for a batch of messages as a whole
-        self._communicator = P2PCommunicator(pp_group=group, config=single)
+        super().__init__(group, single)
         self._sent: dict[Payload, _Sent] = {}
         self._coming: dict[Payload, deque[tuple[torch.Tensor, Any]]] = {"forward": deque(), "backward": deque()}
-
-    @property
-    @override
-    def is_first(self) -> bool:
-        return bool(self._communicator.is_pp_first_stage)
-
-    @property
-    @override
-    def is_last(self) -> bool:
-        return bool(self._communicator.is_pp_last_stage)
 
     @override
     def exchange(self, exchange: Exchange, made: Any, shapes: Any) -> None:

@@ -70,14 +70,20 @@ class Formula:
     Attributes:
         slowdown: from P, M, B / F and the model chunks on each stage, where there are several.
         source: where the formula is from.
+        holds: whether it does for P and M.
     """
 
     slowdown: Callable[[int, int, float, int], float]
     source: str
+    holds: Callable[[int, int], bool] = lambda stages, microbatches: True
 
 
 FORMULAS = {
-    "interleaved": Formula(lambda p, m, backward, v: interleaved(p, m, v), "arXiv:2104.04473, section 2.2.2"),
+    "interleaved": Formula(
+        lambda p, m, backward, v: interleaved(p, m, v), "arXiv:2104.04473, section 2.2.2", lambda p, m: m % p == 0
+    ),
     "zb1p": Formula(lambda p, m, backward, v: zb1p(p, m, backward), "arXiv:2412.19437, table 2"),
-    "dualpipe": Formula(lambda p, m, backward, v: dualpipe(p, m, backward), "arXiv:2412.19437, table 2"),
+    "dualpipe": Formula(
+        lambda p, m, backward, v: dualpipe(p, m, backward), "arXiv:2412.19437, table 2", lambda p, m: p % 2 == 0
+    ),
 }

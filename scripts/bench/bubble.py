@@ -18,14 +18,15 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a script, this folder is all that's on the path
 
 from megatron_asyncpp.processes import exit_on_signals
 from scripts.bench import ranks
+from scripts.bench.command import Parser, exit_code
 from scripts.bench.measure import LAST, Length, Row, Setting, table
-from scripts.bench.run import RunError, train
+from scripts.bench.run import train
 from scripts.bench.variants import BACKWARD, VARIANTS
 
 # What a stage computes for a microbatch by itself, in ms of a core, measured; it must fit into what it is to last.
@@ -66,13 +67,6 @@ class Plan:
         return total
 
 
-class _Parser(argparse.ArgumentParser):
-    """Refuses in one sentence."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"bubble.py: {message}\n")
-
-
 def main(argv: list[str]) -> int:
     """Measure what a command line asks for, and print it.
 
@@ -89,22 +83,14 @@ def main(argv: list[str]) -> int:
         file=sys.stderr,
     )
     rows = {run: Row(run[1], run[0]) for run in plan.runs}
-    code = 0
-    try:
-        _measure(plan, rows)
-    except RunError as error:
-        print(f"{error}", file=sys.stderr)
-        code = 1
-    except KeyboardInterrupt:
-        print("\nbubble.py: interrupted; the run is stopped.", file=sys.stderr)
-        code = 130
+    code = exit_code("bubble.py", lambda: _measure(plan, rows))
     _show(plan, [row for row in rows.values() if row.rounds_ms])
     return code
 
 
 def arguments(argv: list[str]) -> Plan:
     """What to run. Exits with code 2 and a sentence if it can't be."""
-    parser = _Parser(
+    parser = Parser(
         prog="bubble.py",
         description="Measures the pipeline bubble on a machine without a GPU.",
         epilog=f"A backward lasts {BACKWARD:g} F. The slowdown is the median of the iterations of all rounds, without "

@@ -17,16 +17,17 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a script, this folder is all that's on the path
 
 from megatron_asyncpp.processes import exit_on_signals
 from megatron_asyncpp.schedules import slowdown
 from scripts.bench import ranks
+from scripts.bench.command import Parser, exit_code
 from scripts.bench.measure import Length, report_of, steady_iterations
 from scripts.bench.ranks import Job
-from scripts.bench.run import TRAINING, RunError, followed
+from scripts.bench.run import TRAINING, followed
 from scripts.bench.variants import BACKWARD, VARIANTS
 
 STAGES = 2
@@ -77,13 +78,6 @@ class Ratio:
         return statistics.median(self.rounds)
 
 
-class _Parser(argparse.ArgumentParser):
-    """Refuses in one sentence."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"compute.py: {message}\n")
-
-
 def main(argv: list[str]) -> int:
     """Measure what a command line asks for, and print it.
 
@@ -97,14 +91,11 @@ def main(argv: list[str]) -> int:
         f"iterations each: about {math.ceil(_seconds(args, length) / 60)} min if a forward takes 150 ms",
         file=sys.stderr,
     )
-    try:
-        results = _measure(args, length)
-    except RunError as error:
-        print(f"{error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("\ncompute.py: interrupted; the run is stopped.", file=sys.stderr)
-        return 130
+    results: dict[tuple[int, str], list[Result]] = {
+        (microbatches, variant): [] for microbatches in args.microbatches for variant in VARIANT_NAMES
+    }
+    if code := exit_code("compute.py", lambda: _measure(args, length, results)):
+        return code
     shortest = min(run.forward_ms for runs in results.values() for run in runs)
     if shortest < _SHORTEST_MS:
         print(
@@ -120,7 +111,7 @@ def main(argv: list[str]) -> int:
 
 def arguments(argv: list[str]) -> argparse.Namespace:
     """What to run. Exits with code 2 and a sentence if it can't be."""
-    parser = _Parser(
+    parser = Parser(
         prog="compute.py",
         description="Measures what 2BW gains on two stages that compute on two cores.",
     )
@@ -167,8 +158,11 @@ def job_of(variant: str, args: argparse.Namespace, microbatches: int, length: Le
         *TRAINING.split(),
         *(() if alone else VARIANTS[variant].flags),
     ]
-    arguments = {"flags": flags, "warm_up": length.warm_up * microbatches * chunks}
-    return Job("scripts.bench.real_stages:main", arguments, ranks=stages, copies=STAGES if alone else 1, pinned=True)
+    # Stages that last no longer than they compute.
+    arguments = {"flags": flags, "warm_up": length.warm_up * microbatches * chunks, "forward": 0.0, "backward": 0.0}
+    return Job(
+        "scripts.bench.sleeping_stages:main", arguments, ranks=stages, copies=STAGES if alone else 1, pinned=True
+    )
 
 
 def read(variant: str, outputs: list[str], length: Length) -> Result:
@@ -243,13 +237,10 @@ def as_json(results: dict[tuple[int, str], list[Result]]) -> dict[str, Any]:
     }
 
 
-def _measure(args: argparse.Namespace, length: Length) -> dict[tuple[int, str], list[Result]]:
-    """All runs, under one progress bar; of each variant one result a round."""
+def _measure(args: argparse.Namespace, length: Length, results: dict[tuple[int, str], list[Result]]) -> None:
+    """All runs, under one progress bar; for each variant one result a round."""
     from tqdm import tqdm
 
-    results: dict[tuple[int, str], list[Result]] = {
-        (microbatches, variant): [] for microbatches in args.microbatches for variant in VARIANT_NAMES
-    }
     wait = 0.5 if sys.stderr.isatty() else 10.0
     with tqdm(total=args.rounds * len(results) * length.of_a_run, unit="it", mininterval=wait, miniters=0) as bar:
         bar.set_description("importing Megatron")
@@ -262,7 +253,6 @@ def _measure(args: argparse.Namespace, length: Length) -> dict[tuple[int, str], 
                 results[microbatches, variant].append(_run(variant, job, length, _counts(bar, done)))
                 done += length.of_a_run
                 bar.update(done - bar.n)
-    return results
 
 
 def _run(variant: str, job: Job, length: Length, progress: Callable[[int], None]) -> Result:

@@ -15,13 +15,13 @@ import re
 import statistics
 import sys
 from pathlib import Path
-from typing import NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a script, this folder is all that's on the path
 
 from megatron_asyncpp.processes import exit_on_signals
+from scripts.bench.command import Parser, exit_code
 from scripts.bench.ranks import Job
-from scripts.bench.run import MODEL, TRAINING, RunError, followed
+from scripts.bench.run import MODEL, TRAINING, followed
 from scripts.bench.variants import VARIANTS
 
 STAGES = 2
@@ -34,13 +34,6 @@ _OWN = re.compile(r"^bench own: (.*)$", re.MULTILINE)
 Times = dict[tuple[str, int], list[list[float]]]  # by variant and M: for each round, the time of each rank in ms
 
 
-class _Parser(argparse.ArgumentParser):
-    """Refuses in one sentence."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"overhead.py: {message}\n")
-
-
 def main(argv: list[str]) -> int:
     """Measure what a command line asks for, and print it.
 
@@ -48,14 +41,9 @@ def main(argv: list[str]) -> int:
         0, or 1 if a run failed, or 130 after a Ctrl-C. Bad arguments exit with 2 before any process is started.
     """
     args = arguments(argv)
-    try:
-        times = measured(args)
-    except RunError as error:
-        print(f"{error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("\noverhead.py: interrupted; the run is stopped.", file=sys.stderr)
-        return 130
+    times: Times = {}
+    if code := exit_code("overhead.py", lambda: _measure(args, times)):
+        return code
     rows = [row for variant in args.variants for row in costs(variant, times)]
     print(json.dumps({"rows": rows}) if args.json else table(rows))
     return 0
@@ -63,7 +51,7 @@ def main(argv: list[str]) -> int:
 
 def arguments(argv: list[str]) -> argparse.Namespace:
     """What to run. Exits with code 2 and a sentence if it can't be."""
-    parser = _Parser(prog="overhead.py", description="Measures the plugin's own cost.")
+    parser = Parser(prog="overhead.py", description="Measures the plugin's own cost.")
     parser.add_argument("--variants", default="2bw,2bw-wide", metavar="LIST", help="default %(default)s")
     parser.add_argument("--iterations", type=int, default=40, metavar="N", help="of each run, default %(default)s")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="runs of each variant, default %(default)s")
@@ -81,13 +69,12 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     return args
 
 
-def measured(args: argparse.Namespace) -> Times:
-    """Run all of it, round by round, under one progress bar."""
+def _measure(args: argparse.Namespace, times: Times) -> None:
+    """Run all of it into the table, round by round, under one progress bar."""
     from tqdm import tqdm
 
     variants = [MEGATRON, *args.variants]
     todo = [(variant, count) for _ in range(args.rounds) for variant in variants for count in (FEW, MANY)]
-    times: Times = {}
     for variant, count in tqdm(todo, unit="run"):
         job = job_of(variant, count, args.iterations)
 
@@ -97,7 +84,6 @@ def measured(args: argparse.Namespace) -> Times:
         times.setdefault((variant, count), []).append(
             followed(variant, lambda folder, job=job: job, _PATIENCE, lambda done: None, read)
         )
-    return times
 
 
 def job_of(variant: str, microbatches: int, iterations: int) -> Job:

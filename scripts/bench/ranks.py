@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
 import importlib
-import multiprocessing
 import multiprocessing.forkserver
 import os
 import signal
@@ -15,14 +13,13 @@ import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-_IMPORTS = 300.0  # seconds that the forkserver may take to import everything
+from tests.harness import forkserver
+
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -85,39 +82,13 @@ def started(job: Job, folder: Path) -> Iterator[list[BaseProcess]]:
                     process.join()
 
 
-@cache
 def server() -> ForkServerContext:
-    """Start the forkserver and wait until it has imported everything, so that no run waits for that.
+    """The forkserver that all ranks come from; the first call waits until it has imported everything.
 
     Raises:
         RuntimeError: it can't import everything; standard error says why.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["scripts.bench.preload"])
-    changed = {
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
-        "OMP_NUM_THREADS": "1",
-    }
-    before = {name: os.environ.get(name) for name in changed}
-    os.environ.update(changed)  # what the server sees: Python doesn't hand it our sys.path
-    try:
-        first = context.Process(target=_nothing)
-        first.start()
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
-    # Reaped here, and while this process still is: not every container's init does it.
-    atexit.register(multiprocessing.forkserver._forkserver._stop)  # type: ignore[attr-defined]
-    first.join(_IMPORTS)
-    if first.exitcode != 0:
-        first.kill()
-        raise RuntimeError(f"the ranks can't import scripts.bench.preload (exit code {first.exitcode})")
-    return context
-
-
-def _nothing() -> None:
-    """A first child, which is there as soon as the forkserver has imported everything."""
-    importlib.import_module("scripts.bench.preload")
+    return forkserver.server("scripts.bench.preload")
 
 
 def _main(job: Job, folder: Path, number: int, port: int) -> None:

@@ -14,7 +14,14 @@ from scripts.bench import latency
 from scripts.bench.timed import TimedStep, report
 
 
-def main(flags: Sequence[str], forward: float, backward: float, warm_up: int, message: float, folder: Path) -> None:
+def main(
+    flags: Sequence[str],
+    forward: float,
+    backward: float,
+    warm_up: int,
+    message: float = 0.0,
+    folder: Path | None = None,
+) -> None:
     """Replace Megatron's two steps, pretrain, and print a report for the bench.
 
     Args:
@@ -23,7 +30,7 @@ def main(flags: Sequence[str], forward: float, backward: float, warm_up: int, me
         backward: the same of each backward.
         warm_up: calls of each that the report leaves out.
         message: seconds until a message can be seen.
-        folder: the run's own.
+        folder: the run's own, where messages take time.
     """
     import megatron_asyncpp
     from megatron_asyncpp import pretrain_gpt
@@ -31,6 +38,7 @@ def main(flags: Sequence[str], forward: float, backward: float, warm_up: int, me
 
     megatron_asyncpp.install()
     if message:
+        assert folder is not None
         latency.install(message, folder)
     # Megatron's schedules find both functions in this module when they call them, and the runtime does too.
     from megatron.core.pipeline_parallel import schedules

@@ -51,13 +51,12 @@ def _ordered(schedule: str) -> Callable[[int, int, float], float]:
     return theory
 
 
-def _enough_for_2bw(stages: int, microbatches: int) -> str | None:
-    return None if microbatches >= stages else f"it needs M >= P = {stages}"
+def _enough_for(schedule: str) -> Obstacle:
+    def obstacle(stages: int, microbatches: int) -> str | None:
+        least = SCHEDULES[schedule].least_microbatches(stages)
+        return None if microbatches >= least else f"it needs M >= {least}"
 
-
-def _enough_for_wide(stages: int, microbatches: int) -> str | None:
-    least = max(1, 2 * stages - 1)
-    return None if microbatches >= least else f"it needs M >= 2P - 1 = {least}"
+    return obstacle
 
 
 def _whole_rounds(stages: int, microbatches: int) -> str | None:
@@ -86,9 +85,11 @@ VARIANTS = {
         ("--num-virtual-stages-per-pipeline-rank", "2"),
         chunks=2,
     ),
-    "2bw-blocking": Variant(_simulated("2bw-blocking"), _enough_for_2bw, (*_2BW, "--asyncpp-blocking-step")),
-    "2bw": Variant(_simulated("2bw"), _enough_for_2bw, _2BW),
-    "2bw-wide": Variant(_simulated("2bw-wide"), _enough_for_wide, (*_2BW, "--asyncpp-lead", "wide")),
+    "2bw-blocking": Variant(
+        _simulated("2bw-blocking"), _enough_for("2bw-blocking"), (*_2BW, "--asyncpp-blocking-step")
+    ),
+    "2bw": Variant(_simulated("2bw"), _enough_for("2bw"), _2BW),
+    "2bw-wide": Variant(_simulated("2bw-wide"), _enough_for("2bw-wide"), (*_2BW, "--asyncpp-lead", "wide")),
     "torch-1f1b": Variant(_simulated("1f1b"), _as_many_as_stages, peer="Schedule1F1B"),
     "torch-zb": Variant(
         _ordered("ScheduleInterleavedZeroBubble"), _whole_rounds, peer="ScheduleInterleavedZeroBubble", chunks=2

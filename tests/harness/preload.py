@@ -1,31 +1,10 @@
-"""Imported once by the forkserver: torch, Megatron and CPU mode (6 s), which every rank then finds in memory."""
+"""What the forkserver of the tests imports once, and every rank then finds in memory."""
 
-from __future__ import annotations
+from tests.harness.forkserver import import_megatron
 
-import gc
-import importlib
-import os
-import warnings
-
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-
-from megatron_asyncpp.integration import cpu  # (the environment first)
-
-with warnings.catch_warnings(action="ignore"):  # a dozen about TransformerEngine and Apex
-    cpu.install()
-    for name in (
-        "megatron.training.training",
-        "megatron.training.argument_utils",
-        "megatron.training.models.gpt",
-        "megatron.core.optimizer",
-        "megatron.core.pipeline_parallel.schedules",
-        "tests.harness.fixture",
-        "tests.harness.oracle",
-        "tests.harness.record",
-        "pytest",  # a test module with a hook imports it
-    ):
-        importlib.import_module(name)
-
-gc.collect()
-gc.freeze()  # children share these pages; a collection in one of them need not touch them
+import_megatron(
+    "tests.harness.fixture",
+    "tests.harness.oracle",
+    "tests.harness.record",
+    "pytest",  # a test module with a hook imports it
+)

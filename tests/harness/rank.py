@@ -66,11 +66,6 @@ def main(folder: str, rank: int) -> None:
     os._exit(code)  # no teardown: a peer's error must not turn into a hang here
 
 
-def nothing() -> None:
-    """A first child, which is there as soon as the forkserver has imported everything."""
-    importlib.import_module("tests.harness.preload")
-
-
 def train(job: Job, rank: int, result: RankResult) -> None:
     """Set up the mode and run the entry as torchrun would."""
     os.environ.update(

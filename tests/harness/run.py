@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import multiprocessing
 import multiprocessing.connection
-import multiprocessing.forkserver
 import os
 import pickle
 import shutil
@@ -15,7 +13,6 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import cache
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -24,17 +21,16 @@ from typing import Literal
 import torch
 from torch.distributed import TCPStore
 
+from tests.harness import forkserver
 from tests.harness.flags import RUN, flag, write_corpus
-from tests.harness.rank import Job, main, nothing
+from tests.harness.rank import Job, main
 from tests.harness.reference import Reference
 from tests.harness.results import RankResult, Run, Weights
 
 Mode = Literal["plugin", "megatron", "fixture", "oracle"]
 ENTRIES = {"plugin": "megatron_asyncpp.pretrain_gpt"}  # the others run the harness's own entry
-ROOT = Path(__file__).resolve().parents[2]
 GRACE = 5.0  # seconds that the other ranks get once one has failed
 TAIL = {"stdout": 20, "stderr": 80}  # lines of each rank's output in an error
-IMPORTS = 300.0  # seconds that the forkserver may take to import everything
 
 
 class RankError(RuntimeError):
@@ -115,29 +111,9 @@ def start_ranks(folder: Path, world_size: int) -> list[BaseProcess]:
     return processes
 
 
-@cache
 def server() -> ForkServerContext:
-    """Start the forkserver and wait until it has imported everything, so that no run's clock counts that."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.harness.preload"])
-    changed = {
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
-        "OMP_NUM_THREADS": "1",
-    }
-    before = {name: os.environ.get(name) for name in changed}
-    os.environ.update(changed)  # what the server sees; Python 3.12 doesn't hand it our sys.path
-    try:
-        first = context.Process(target=nothing)
-        first.start()
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
-    first.join(IMPORTS)
-    if first.exitcode != 0:
-        first.kill()
-        raise RuntimeError(f"the forkserver can't import tests.harness.preload (exit {first.exitcode}): see stderr")
-    atexit.register(multiprocessing.forkserver._forkserver._stop)  # reaped here: not every container's init does
-    return context
+    """The forkserver that all ranks come from."""
+    return forkserver.server("tests.harness.preload")
 
 
 def wait(processes: list[BaseProcess], deadline: float) -> bool:
