@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests import rows
 from tests.harness.flags import tiny_flags
-from tests.harness.results import Run, assert_bitwise
+from tests.harness.results import RankResult, Run, assert_bitwise
 from tests.harness.run import RankError, run
 from tests.resumes import Shape, assert_continued, control, interrupted, loading
 
@@ -43,14 +45,35 @@ def test_a_step_in_two_halves_is_the_blocking_one() -> None:
     assert_bitwise(train(2), train(2, "--asyncpp-blocking-step"))
 
 
+def watch_the_wire(result: RankResult) -> None:
+    """Hook: at every evaluation, how many messages of this stage have not left it."""
+    from megatron.training import training
+
+    from megatron_asyncpp.integration.run import current
+
+    evaluate = training.evaluate
+    result.extra["unsent"] = unsent = []
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        if (run_ := current()) is not None:
+            unsent.append(len(run_.pipeline._wire._sent))
+        return evaluate(*args, **kwargs)
+
+    training.evaluate = watched
+
+
 def test_between_iterations_others_may_use_the_wire() -> None:
     # Evaluations send over the same group, between messages that are only posted.
     options = {"eval_interval": 3, "eval_iters": 2}
     evaluated = run(
-        tiny_flags(3, 5, layers=3, extra=(*rows.TWO_BW, *rows.feedback_flags(1.0), *WIDE), **options), 3, timeout=180
+        tiny_flags(3, 5, layers=3, extra=(*rows.TWO_BW, *rows.feedback_flags(1.0), *WIDE), **options),
+        3,
+        hooks=watch_the_wire,
+        timeout=180,
     )
     plain = run(tiny_flags(3, 5, layers=3, extra=(*rows.TWO_BW, *rows.feedback_flags(1.0))), 3, timeout=180)
     assert "validation loss at iteration 9" in evaluated.last.stdout
+    assert [rank.extra["unsent"] for rank in evaluated.ranks] == [[0] * 4] * 3  # after iterations 3, 6, 9 and 12
     assert_bitwise(evaluated, plain)
 
 

@@ -29,8 +29,9 @@ def two_bw(
     Args:
         stage: s.
         stages: P.
-        batches: each of at least P microbatches, or 2P - 1 with a wide lead, else the forwards that run ahead would be
-            of a batch after next, whose weights don't exist yet.
+        batches: each of at least P microbatches, or 2P - 1 with a wide lead. With one less the first stage needs the
+            new weights as soon as it has begun to make them, and with less still it runs forwards of the batch after
+            next, whose weights don't exist yet.
         blocking: finish each step as soon as it is begun. The weights are the same; all stages wait for each other.
         wide: run twice as many forwards ahead.
     """
