@@ -72,6 +72,7 @@ def predict(
     forward: Sequence[Fraction],
     backward: Sequence[Fraction],
     latency: Fraction,
+    step: Fraction,
     virtual_stages: int,
 ) -> Prediction:
     """Simulate a schedule, or take its formula.
@@ -83,6 +84,7 @@ def predict(
         forward: time of a forward, for each stage; a formula takes the first for all.
         backward: the same of a backward.
         latency: of a message; a formula knows none.
+        step: time of an optimizer step; a formula knows none.
         virtual_stages: model chunks on each stage, for interleaved 1F1B.
     """
     if name in FORMULAS:
@@ -90,7 +92,9 @@ def predict(
         slowdown = formula.slowdown(stages, microbatches, float(backward[0] / forward[0]), virtual_stages)
         ideal = float(microbatches * (forward[0] + backward[0]))
         return Prediction(name, stages, microbatches, slowdown, ideal, f"formula of {formula.source}", None)
-    result = simulate(SCHEDULES[name], stages, microbatches, forward=forward, backward=backward, latency=latency)
+    result = simulate(
+        SCHEDULES[name], stages, microbatches, forward=forward, backward=backward, latency=latency, step=step
+    )
     return Prediction(name, stages, microbatches, result.slowdown, result.ideal, "simulation", result)
 
 

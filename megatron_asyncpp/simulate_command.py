@@ -26,6 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backward", default="2", metavar="T[,T...]", help="the same of its backward")
     parser.add_argument("--latency", default="0", metavar="T", help="time of a message between two stages")
     parser.add_argument(
+        "--step", default="0", metavar="T", help="time of an optimizer step, in each stage once a batch"
+    )
+    parser.add_argument(
         "--virtual-stages",
         type=int,
         default=2,
@@ -41,15 +44,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Run the `simulate` command."""
-    latency = _time("--latency", args.latency)
+    latency, step = _time("--latency", args.latency), _time("--step", args.step)
     if latency < 0:
         raise AsyncPPError(f"--latency {args.latency} is no time that a message takes: give a number from 0 on.")
+    if step < 0:
+        raise AsyncPPError(f"--step {args.step} is no time that an optimizer step takes: give a number from 0 on.")
     if args.virtual_stages < 1:
         raise AsyncPPError(f"--virtual-stages {args.virtual_stages} leaves a stage no model: give at least 1.")
-    return _sweep(args, latency) if args.sweep else _one(args, latency)
+    return _sweep(args, latency, step) if args.sweep else _one(args, latency, step)
 
 
-def _one(args: argparse.Namespace, latency: Fraction) -> int:
+def _one(args: argparse.Namespace, latency: Fraction, step: Fraction) -> int:
     name, stages, count = args.schedule, args.pp, args.microbatches
     if name is None or stages is None or count is None:
         raise AsyncPPError("simulate needs --schedule, --pp and --microbatches; or give --sweep to compare them all.")
@@ -61,7 +66,7 @@ def _one(args: argparse.Namespace, latency: Fraction) -> int:
     forward = _times("--forward", args.forward, stages)
     backward = _times("--backward", args.backward, stages)
     if name in FORMULAS:
-        _check_formula(name, stages, count, forward, backward, latency)
+        _check_formula(name, stages, count, forward, backward, latency, step)
     else:
         schedule = SCHEDULES[name]
         if count < (least := schedule.least_microbatches(stages)):
@@ -69,7 +74,7 @@ def _one(args: argparse.Namespace, latency: Fraction) -> int:
                 f"The schedule {name} needs at least {least} microbatches for --pp {stages}, but --microbatches is "
                 f"{count}: raise it or lower --pp."
             )
-    prediction = predict(name, stages, count, forward, backward, latency, args.virtual_stages)
+    prediction = predict(name, stages, count, forward, backward, latency, step, args.virtual_stages)
     if args.json:
         print(json.dumps(prediction.as_json()))
     else:
@@ -77,21 +82,21 @@ def _one(args: argparse.Namespace, latency: Fraction) -> int:
     return 0
 
 
-def _sweep(args: argparse.Namespace, latency: Fraction) -> int:
+def _sweep(args: argparse.Namespace, latency: Fraction, step: Fraction) -> int:
     if not (args.schedule is args.pp is args.microbatches is None):
         raise AsyncPPError("--sweep compares all schedules at fixed sizes: leave out --schedule, --pp, --microbatches.")
     (forward,), (backward,) = (_times(f, t, 1) for f, t in (("--forward", args.forward), ("--backward", args.backward)))
     for name in FORMULAS:
-        _check_formula(name, 4, 4, [forward], [backward], Fraction(0))  # with latency they are left out
+        _check_formula(name, 4, 4, [forward], [backward])  # with latency or steps they are left out
     if args.out is not None:
         if args.out.suffix not in (".png", ".svg"):
             raise AsyncPPError(f"--out {args.out} is no picture: give a name that ends in .png or .svg.")
         if importlib.util.find_spec("matplotlib") is None:
             raise AsyncPPError("Pictures are drawn with matplotlib: pip install matplotlib.")
-    predictions = simulate_sweep.sweep(forward, backward, latency, args.virtual_stages)
+    predictions = simulate_sweep.sweep(forward, backward, latency, step, args.virtual_stages)
     setting = (
-        f"forward {forward}, backward {backward}, latency {latency}; interleaved with {args.virtual_stages} model "
-        "chunks on each stage"
+        f"forward {forward}, backward {backward}, latency {latency}, optimizer step {step}; interleaved with "
+        f"{args.virtual_stages} model chunks on each stage"
     )
     if args.out is not None:
         try:
@@ -112,12 +117,18 @@ def _sweep(args: argparse.Namespace, latency: Fraction) -> int:
 
 
 def _check_formula(
-    name: str, stages: int, count: int, forward: list[Fraction], backward: list[Fraction], latency: Fraction
+    name: str,
+    stages: int,
+    count: int,
+    forward: list[Fraction],
+    backward: list[Fraction],
+    latency: Fraction = Fraction(0),
+    step: Fraction = Fraction(0),
 ) -> None:
-    if latency or len(set(forward)) > 1 or len(set(backward)) > 1:
+    if latency or step or len(set(forward)) > 1 or len(set(backward)) > 1:
         raise AsyncPPError(
-            f"For {name} there is only a formula, for equal stages and no latency: give one time for all stages and "
-            f"leave out --latency, or take one of {', '.join(SCHEDULES)}."
+            f"For {name} there is only a formula, for equal stages, no latency and steps without a time: give one time "
+            f"for all stages and leave out --latency and --step, or take one of {', '.join(SCHEDULES)}."
         )
     holds = FORMULAS[name].holds(stages, count)
     if name == "interleaved" and not holds:

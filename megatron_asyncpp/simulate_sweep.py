@@ -15,13 +15,15 @@ MICROBATCHES_PER_STAGE = (1, 2, 4)
 _COLORS = ("#1B4F72", "#2E86C1", "#AED6F1")
 
 
-def sweep(forward: Fraction, backward: Fraction, latency: Fraction, virtual_stages: int) -> list[Prediction]:
-    """Every schedule at every size that it can run, by P, then schedule, then M; with latency only plans."""
+def sweep(
+    forward: Fraction, backward: Fraction, latency: Fraction, step: Fraction, virtual_stages: int
+) -> list[Prediction]:
+    """Every schedule at every size that it can run, by P, then schedule, then M; with latency or steps only plans."""
     return [
-        predict(name, p, factor * p, [forward] * p, [backward] * p, latency, virtual_stages)
+        predict(name, p, factor * p, [forward] * p, [backward] * p, latency, step, virtual_stages)
         for p in STAGES
         for name in NAMES
-        if name in SCHEDULES or not latency
+        if name in SCHEDULES or not (latency or step)
         for factor in MICROBATCHES_PER_STAGE
         if name not in SCHEDULES or factor * p >= SCHEDULES[name].least_microbatches(p)
     ]

@@ -172,7 +172,9 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["tokens_per_batch"] == 32 * 8 * 8192
     slowdowns = {one["schedule"]: one["slowdown"] for one in found["schedules"]}
     times = ([Fraction(1)] * 8, [Fraction(2)] * 8)
-    predicted = {name: predict(name, 8, 32, *times, Fraction(0), virtual_stages=2).slowdown for name in slowdowns}
+    predicted = {
+        name: predict(name, 8, 32, *times, Fraction(0), Fraction(0), virtual_stages=2).slowdown for name in slowdowns
+    }
     assert set(slowdowns) == {"1f1b", "interleaved", "zb1p", "dualpipe", "2bw"}
     assert slowdowns == pytest.approx(predicted, abs=5e-4)
     seconds = found["tokens_per_batch"] * found["flops_per_token"] / (64 * 300e12)

@@ -128,6 +128,19 @@ def test_what_latency_costs(name: str, stages: int, microbatches: int) -> None:
     assert result.time_per_batch / microbatches == pytest.approx(3 + 2 * (stages - 1) / stages * latency, rel=1e-15)
 
 
+@pytest.mark.parametrize("name", ["1f1b", "2bw-blocking", "2bw", "2bw-wide"])
+@pytest.mark.parametrize(("stages", "microbatches"), [(1, 1), (2, 3), (3, 5), (4, 8), (8, 16)])
+def test_all_stages_make_their_steps_at_once(name: str, stages: int, microbatches: int) -> None:
+    # Where a stage that was sent the first output of the new weights only then made its own step, all P would follow
+    # each other, and a batch would take P steps longer.
+    without = simulate(SCHEDULES[name], stages, microbatches)
+    result = simulate(SCHEDULES[name], stages, microbatches, step=0.25)
+    assert result.time_per_batch == without.time_per_batch + 0.25
+    assert result.ideal == without.ideal
+    last = simulate(SCHEDULES[name], stages, microbatches, step=[0.0] * (stages - 1) + [0.25])
+    assert without.time_per_batch <= last.time_per_batch <= result.time_per_batch
+
+
 @pytest.mark.parametrize(("stages", "microbatches"), [(2, 3), (3, 5), (4, 7), (4, 16)])
 def test_a_wide_lead_hides_latency_up_to_half_a_microbatch_and_a_tight_one_none(stages: int, microbatches: int) -> None:
     # A gradient's way up and an output's way down may take as long as a forward and a backward, 3 together.
@@ -230,7 +243,15 @@ def test_a_plan_for_too_few_microbatches_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"forward": [1.0]}, {"backward": -1.0}, {"latency": -0.5}, {"batches": 0}, {"forward": 0, "backward": 0}]
+    "wrong",
+    [
+        {"forward": [1.0]},
+        {"backward": -1.0},
+        {"latency": -0.5},
+        {"step": -1},
+        {"batches": 0},
+        {"forward": 0, "backward": 0},
+    ],
 )
 def test_numbers_out_of_range_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="times|at least 1"):
@@ -255,6 +276,8 @@ def test_unequal_stages_on_the_command_line(capsys: pytest.CaptureFixture[str]) 
     assert [row["stage"] for row in result["per_stage"]] == [0, 1]
     text = command(capsys, "--schedule", "2bw", "--pp", "2", "--microbatches", "2", "--latency", "0.1")
     assert "slowdown 1.033 (simulation)" in text
+    text = command(capsys, "--schedule", "2bw", "--pp", "2", "--microbatches", "2", "--step", "0.3")
+    assert "slowdown 1.050 (simulation)" in text
     assert "interleaved" not in command(capsys, "--schedule", "zb1p", "--pp", "2", "--microbatches", "2")
 
 
@@ -270,6 +293,8 @@ def test_unequal_stages_on_the_command_line(capsys: pytest.CaptureFixture[str]) 
         ("--schedule 1f1b --pp 2 --microbatches 4 --forward nan", "--forward nan is no number"),
         ("--schedule 1f1b --pp 2 --microbatches 4 --latency -1", "--latency -1 is no time"),
         ("--schedule zb1p --pp 2 --microbatches 4 --latency 1", "For zb1p there is only a formula"),
+        ("--schedule zb1p --pp 2 --microbatches 4 --step 1", "For zb1p there is only a formula"),
+        ("--schedule 2bw --pp 2 --microbatches 4 --step -1", "--step -1 is no time"),
         ("--schedule zb1p --pp 2 --microbatches 4 --forward 1,2", "For zb1p there is only a formula"),
         ("--schedule dualpipe --pp 3 --microbatches 4", "even number of stages"),
         ("--schedule zb1p --pp 2 --microbatches 4 --backward 0.5", "must be at least --forward"),
@@ -315,6 +340,8 @@ def test_sweep(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPat
     # There is no formula with latency.
     slow = json.loads(command(capsys, "--sweep", "--latency", "0.5", "--json"))
     assert {one["schedule"] for one in slow} == set(SCHEDULES) & set(NAMES)
+    stepping = json.loads(command(capsys, "--sweep", "--step", "0.5", "--json"))
+    assert {one["time_per_batch"] - one["ideal"] for one in stepping if one["schedule"] == "2bw"} == {0.5}
 
 
 def test_it_needs_neither_torch_nor_megatron_nor_matplotlib() -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_asyncpp.schedules.actions import Action, Compute, Flush, Forward
+from megatron_asyncpp.schedules.actions import Action, Compute, Finish, Flush, Forward
 
 Payload = Literal["forward", "backward"]  # activations, to the next stage; their gradients, to the previous one
 
@@ -33,17 +33,20 @@ def with_exchanges(actions: Iterable[Action], ahead: bool = False) -> Iterator[A
         ahead: receive every input one exchange earlier than just before its forward. A stage then holds one that was
             received and one that is on its way, in the order in which the previous stage sends them.
     """
-    flow = _just_in_time(actions)
-    return _ahead(flow) if ahead else flow
+    return _ahead(_just_in_time(actions, waits=False)) if ahead else _just_in_time(actions, waits=True)
 
 
-def _just_in_time(actions: Iterable[Action]) -> Iterator[Action | Exchange]:
+def _just_in_time(actions: Iterable[Action], waits: bool) -> Iterator[Action | Exchange]:
     """Receive just before a computation, and send just after one.
 
-    A combined exchange comes before whatever stands between its two computations (``Begin``, ``Finish``), so the
-    receive of a message is in the same call as its send, and between calls nothing is on the wire. A receive alone
-    waits until the next computation: it follows a ``Flush``, after which nothing was sent ahead, or a computation of
-    the same kind, as in a pipeline that drains over several batches, and the neighbour sends only in its next call.
+    A combined exchange comes before a ``Begin`` between its two computations, so the receive of a message is in the
+    same call as its send, and between calls nothing is on the wire. A receive alone waits until the next computation:
+    it follows a ``Flush``, after which nothing was sent ahead, or a computation of the same kind, as in a pipeline that
+    drains over several batches, and the neighbour sends only in its next call.
+
+    An exchange that waits comes after a ``Finish``. The input that is received is the first for the new weights, so the
+    neighbour has just made its own step, and is late by as much: both steps take their time at once. After the exchange
+    each stage's step would hold up all that follow, and an iteration would take P steps longer in place of one.
 
     The first and the last stage have a neighbour on one side only; their exchanges with the missing one are
     listed too, and are nothing to do.
@@ -56,6 +59,8 @@ def _just_in_time(actions: Iterable[Action]) -> Iterator[Action | Exchange]:
             # A forward's output goes to the next stage, and a backward's gradient comes from there, so these two
             # share a neighbour, and the reverse pair shares the other. Two forwards in a row (or two backwards) don't.
             if made is not None and made != needed:
+                while waits and held and isinstance(held[0], Finish):
+                    yield held.pop(0)
                 yield Exchange(made, needed)
                 yield from held
             else:

@@ -23,7 +23,7 @@ _ENOUGH = 128
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """When a stage did something, in the unit of the given times. ``Begin`` and ``Finish`` take no time."""
+    """When a stage did something, in the unit of the given times. ``Begin`` takes no time."""
 
     stage: int
     action: Compute | Begin | Finish
@@ -38,9 +38,10 @@ class Simulation:
     Attributes:
         spans: of all stages, by start; from the first batch to the last, filling and draining included.
         time_per_batch: of M microbatches, once the pipeline has settled.
-        ideal: the same for a pipeline without bubble, whose slowest stage is always busy: M (F + B) of that stage.
+        ideal: the same for a pipeline without bubble, whose slowest stage is always busy with forwards and backwards:
+            M (F + B) of that stage.
         slowdown: ``time_per_batch / ideal``.
-        bubble: the share of the settled pipeline's time in which the stage is idle.
+        bubble: the share of the settled pipeline's time in which the stage runs no forward and no backward.
         peak_activations: the most microbatches between forward and backward, see ``figures.peak_activations``.
         versions_alive: the most weight versions that are needed at once, see ``figures.versions_alive``.
         staleness: of each batch (each update) of the plan in order, see ``figures.staleness``; with 2BW it is 1 but
@@ -67,14 +68,15 @@ def simulate(
     forward: Time | Sequence[Time] = 1.0,
     backward: Time | Sequence[Time] = 2.0,
     latency: Time = 0.0,
+    step: Time | Sequence[Time] = 0.0,
     batches: int | None = None,
 ) -> Simulation:
     """Execute a schedule's plan on paper.
 
-    A stage does one thing after the other, and optimizer steps take no time. A message arrives ``latency`` after the
-    action that made it has ended; its sender isn't held up (on a GPU it has its own stream), and its receiver waits
-    for it where the plan receives it or, if it does so ahead, where it is needed. ``Finish(k)`` waits until ``latency``
-    after the last ``Begin(k)`` of the other stages, unless the schedule's stages step alone.
+    A stage does one thing after the other. A message arrives ``latency`` after it was sent; its sender isn't held up
+    (on a GPU it has its own stream), and its receiver waits for it where the plan receives it or, if it does so ahead,
+    where it is needed. ``Finish(k)`` waits until ``latency`` after the last ``Begin(k)`` of the other stages, unless
+    the schedule's stages step alone.
 
     Times are computed as fractions, without rounding, and the settled time per batch is taken where they have become
     periodic, so it is exact. Should they not within 128 batches, it is the mean over the second half of those.
@@ -86,6 +88,7 @@ def simulate(
         forward: time of one microbatch's forward, on every stage or for each stage.
         backward: the same of its backward.
         latency: time of a message between two stages, in the same unit.
+        step: time of an optimizer step (of its ``Finish``), on every stage or for each stage.
         batches: whose spans and staleness to return; if None, of as many as it took to settle. The figures of the
             settled pipeline don't depend on it.
 
@@ -95,13 +98,13 @@ def simulate(
     """
     if min(stages, microbatches, 1 if batches is None else batches) < 1:
         raise ValueError(f"{stages} stages, {microbatches} microbatches, {batches} batches: there must be at least 1")
-    times = [_per_stage(forward, stages), _per_stage(backward, stages), [Fraction(latency)]]
+    times = [_per_stage(forward, stages), _per_stage(backward, stages), _per_stage(step, stages), [Fraction(latency)]]
     if any(time < 0 for kind in times for time in kind) or max(map(sum, zip(*times[:2], strict=True))) == 0:
         raise ValueError("times can't be negative, and some stage must take longer than none")
     # As whole multiples of one unit they are exact, and fast.
     unit = math.lcm(*(time.denominator for kind in times for time in kind))
     whole = [[int(time * unit) for time in kind] for kind in times]
-    machine = _Machine(whole[0], whole[1], whole[2][0])
+    machine = _Machine(whole[0], whole[1], whole[2], whole[3][0])
 
     tail = 2 + math.ceil(stages / microbatches)
     count = 2 * tail + 2
@@ -141,10 +144,11 @@ def _per_stage(time: Time | Sequence[Time], stages: int) -> list[Fraction]:
 
 
 class _Machine(NamedTuple):
-    """The time of each stage's forward and backward, and of a message, in whole multiples of some unit."""
+    """The time of each stage's forward, backward and step, and of a message, in whole multiples of some unit."""
 
     forward: list[int]
     backward: list[int]
+    step: list[int]
     latency: int
 
 
@@ -224,11 +228,13 @@ def _execute(
                 now += machine.backward[stage]
             case Begin(batch):
                 begun.setdefault(batch, {})[stage] = now
-            case Finish(batch) if not steps_alone:
-                while len(begun[batch]) < len(machine.forward):
-                    yield
-                others = (time + machine.latency for other, time in begun[batch].items() if other != stage)
-                start = now = max([now, *others])
+            case Finish(batch):
+                if not steps_alone:
+                    while len(begun[batch]) < len(machine.forward):
+                        yield
+                    others = (time + machine.latency for other, time in begun[batch].items() if other != stage)
+                    start = now = max([now, *others])
+                now += machine.step[stage]
         row.append(_Timed(stage, step, start, now))
 
 
