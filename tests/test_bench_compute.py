@@ -61,13 +61,23 @@ def test_a_machine_of_one_core_is_refused(monkeypatch: pytest.MonkeyPatch, capsy
 def test_the_bound_is_two_processes_that_know_nothing_of_each_other() -> None:
     jobs = {name: compute.job_of(name, compute.arguments([]), 4, LENGTH) for name in compute.VARIANT_NAMES}
     sizes = {name: (job.ranks, job.copies, job.pinned) for name, job in jobs.items()}
-    assert sizes == {"bound": (1, 2, True)} | dict.fromkeys(("1f1b", "interleaved", "2bw"), (2, 1, True))
+    assert sizes == {"bound": (1, 2, True)} | dict.fromkeys(("1f1b", "interleaved", "2bw", "2bw-wide"), (2, 1, True))
     flags = {name: " ".join(job.arguments["flags"]) for name, job in jobs.items()}
     # All have as many layers a process, and as many microbatches an iteration.
     assert " --num-layers 2 " in flags["bound"]
     assert all(" --num-layers 4 " in words for name, words in flags.items() if name != "bound")
     assert all(" --global-batch-size 4 " in words and " --clip-grad 1.0 " in words for words in flags.values())
     assert "--asyncpp-schedule 2bw" in flags["2bw"] and "asyncpp" not in "".join(flags[n] for n in ("1f1b", "bound"))
+
+
+def test_a_wide_lead_runs_where_there_are_enough_microbatches() -> None:
+    assert [n for n in compute.VARIANT_NAMES if n not in compute.variants_at(2)] == ["2bw-wide"]
+    assert compute.variants_at(4) == [*compute.VARIANT_NAMES]
+    results = {(4, variant): [Result(200.0, 10.0, 20.0)] for variant in compute.VARIANT_NAMES}
+    assert [(ratio.of, ratio.to) for ratio in compute.ratios(results, 4)][:2] == [
+        ("bound", "2bw"),
+        ("bound", "2bw-wide"),
+    ]
 
 
 def test_a_result_is_of_the_rank_that_logs_or_of_both_processes_of_the_bound() -> None:
@@ -109,7 +119,7 @@ def test_a_short_real_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     out, err = capsys.readouterr()
     found = json.loads(out)
     assert [(run["variant"], run["microbatches"], run["round"]) for run in found["runs"]] == [
-        (variant, 2, 0) for variant in compute.VARIANT_NAMES
+        (variant, 2, 0) for variant in compute.variants_at(2)
     ]
     for run in found["runs"]:
         assert run["iteration_ms"] > 2 * run["forward_ms"] > 0 and run["backward_ms"] > 0

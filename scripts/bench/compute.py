@@ -2,8 +2,9 @@
 
     python scripts/bench/compute.py
 
-Megatron's 1F1B, its interleaved 1F1B, and 2BW take turns, round by round, with the bound: two processes that know
-nothing of each other, each of which trains one stage's layers on as many microbatches, so without any communication.
+Megatron's 1F1B, its interleaved 1F1B, 2BW, and 2BW with a wide lead where M allows it take turns, round by round, with
+the bound: two processes that know nothing of each other, each of which trains one stage's layers on as many
+microbatches, so without any communication.
 """
 
 from __future__ import annotations
@@ -31,9 +32,10 @@ from scripts.bench.run import TRAINING, followed
 from scripts.bench.variants import BACKWARD, VARIANTS
 
 STAGES = 2
-VARIANT_NAMES = ("1f1b", "interleaved", "2bw", "bound")
+VARIANT_NAMES = ("1f1b", "interleaved", "2bw", "2bw-wide", "bound")
 # A forward has to be long beside what messages and Python take.
 _SHORTEST_MS = 100.0
+_USUAL_MS = 250.0  # here, with the default sizes
 _LAYERS = 2  # of a stage, so that interleaved 1F1B can split it
 # To start a run takes so many seconds, measured.
 _START_S = 5.0
@@ -86,14 +88,14 @@ def main(argv: list[str]) -> int:
     """
     args = arguments(argv)
     length = Length(args.warm_up, args.iterations, args.rounds)
+    results: dict[tuple[int, str], list[Result]] = {
+        (microbatches, variant): [] for microbatches in args.microbatches for variant in variants_at(microbatches)
+    }
     print(
-        f"compute.py: {args.rounds} round(s) of {len(VARIANT_NAMES) * len(args.microbatches)} runs, {length.of_a_run} "
-        f"iterations each: about {math.ceil(_seconds(args, length) / 60)} min if a forward takes 150 ms",
+        f"compute.py: {args.rounds} round(s) of {len(results)} runs, {length.of_a_run} "
+        f"iterations each: about {math.ceil(_seconds(results, length) / 60)} min if a forward takes {_USUAL_MS:.0f} ms",
         file=sys.stderr,
     )
-    results: dict[tuple[int, str], list[Result]] = {
-        (microbatches, variant): [] for microbatches in args.microbatches for variant in VARIANT_NAMES
-    }
     if code := exit_code("compute.py", lambda: _measure(args, length, results)):
         return code
     shortest = min(run.forward_ms for runs in results.values() for run in runs)
@@ -143,6 +145,11 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     return args
 
 
+def variants_at(microbatches: int) -> list[str]:
+    """Those that can run so many microbatches in an iteration."""
+    return [name for name in VARIANT_NAMES if name == "bound" or not VARIANTS[name].obstacle(STAGES, microbatches)]
+
+
 def job_of(variant: str, args: argparse.Namespace, microbatches: int, length: Length) -> Job:
     """What the ranks of a variant's run do."""
     alone = variant == "bound"
@@ -183,14 +190,14 @@ def read(variant: str, outputs: list[str], length: Length) -> Result:
 
 def ratios(results: dict[tuple[int, str], list[Result]], microbatches: int) -> list[Ratio]:
     """How 2BW compares with the others at one number of microbatches."""
-    runs = {variant: results[microbatches, variant] for variant in VARIANT_NAMES}
+    runs = {variant: results[microbatches, variant] for variant in variants_at(microbatches)}
 
     def ratio(of: str, to: str, predicted: float) -> Ratio:
         pairs = zip(runs[of], runs[to], strict=True)
         return Ratio(of, to, predicted, [one.iteration_ms / other.iteration_ms for one, other in pairs])
 
     return [
-        ratio("bound", "2bw", 1.0),
+        *(ratio("bound", name, 1.0) for name in ("2bw", "2bw-wide") if name in runs),
         ratio("1f1b", "2bw", slowdown.one_f_one_b(STAGES, microbatches)),
         ratio("interleaved", "2bw", slowdown.interleaved(STAGES, microbatches, 2)),
     ]
@@ -263,11 +270,14 @@ def _counts(bar: Any, before: int) -> Callable[[int], None]:
     return lambda iterations: bar.update(before + iterations - bar.n)
 
 
-def _seconds(args: argparse.Namespace, length: Length) -> float:
-    """How long it should take, with forwards of 150 ms."""
-    microbatches = len(VARIANT_NAMES) * sum(args.microbatches) + sum(1.5 * STAGES for _ in args.microbatches)
-    run = microbatches * 0.15 * (1 + BACKWARD) * length.of_a_run
-    return args.rounds * (run + _START_S * len(VARIANT_NAMES) * len(args.microbatches))
+def _seconds(results: dict[tuple[int, str], list[Result]], length: Length) -> float:
+    """How long all rounds should take, with forwards of the usual length."""
+    run = sum(microbatches * _slowdown(variant, microbatches) for microbatches, variant in results)
+    return length.rounds * (run * _USUAL_MS / 1000 * (1 + BACKWARD) * length.of_a_run + _START_S * len(results))
+
+
+def _slowdown(variant: str, microbatches: int) -> float:
+    return 1.0 if variant == "bound" else VARIANTS[variant].theory(STAGES, microbatches, 0.0)
 
 
 if __name__ == "__main__":
