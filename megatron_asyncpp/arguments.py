@@ -5,12 +5,11 @@ from __future__ import annotations
 import importlib.util
 import math
 import re
-import tempfile
 from argparse import ArgumentParser, Namespace
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_asyncpp import models, muon_preset
+from megatron_asyncpp import inputs, models, muon_preset
 from megatron_asyncpp.errors import AsyncPPError
 from megatron_asyncpp.refusals import REFUSALS
 from megatron_asyncpp.schedules import SCHEDULES, Schedule
@@ -280,6 +279,7 @@ def check(args: Namespace, argv: list[str]) -> None:
     _check_layers(args)
     _check_microbatches(args, config)
     _check_trace(args, config)
+    inputs.check(args)
 
 
 def _check_corrections(args: Namespace, config: AsyncPPConfig) -> None:
@@ -366,14 +366,7 @@ def _check_trace(args: Namespace, config: AsyncPPConfig) -> None:
         )
     if importlib.util.find_spec("matplotlib") is None:
         raise AsyncPPError(f"{PREFIX}trace draws with matplotlib: pip install matplotlib, or leave it out")
-    try:
-        config.trace.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=config.trace):
-            pass
-    except OSError as error:
-        raise AsyncPPError(
-            f"{PREFIX}trace {config.trace} can't be written to ({error.strerror}): give a folder that you may write to"
-        ) from error
+    inputs.check_folder(f"{PREFIX}trace", config.trace)
 
 
 def _check_layers(args: Namespace) -> None:

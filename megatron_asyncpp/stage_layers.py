@@ -20,8 +20,9 @@ def even_stages(layers: int, pipeline: int, first: int | None = None, last: int 
     if left < 0 or (stages < 1 and left) or (stages > 0 and (left % stages or not left)):
         raise AsyncPPError(
             f"{layers} layers can't be divided over --pipeline-model-parallel-size {pipeline}"
-            f"{' with that first or last stage' if fixed else ''}: give a divisor, or say which stage has which with "
-            f"--pipeline-model-parallel-layout"
+            f"{' with that first or last stage' if fixed else ''}: give a divisor, or take layers off with "
+            f"--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers, or say which stage has which "
+            f"with --pipeline-model-parallel-layout"
         )
     middle = (left // stages,) * stages if stages > 0 else ()
     return (*(() if first is None else (first,)), *middle, *(() if last is None else (last,)))

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes the pretraining scripts of a Megatron-LM checkout install the plugin: ./scripts/apply_patch.sh DIR [--reverse]
+# Makes pretrain_gpt.py of a Megatron-LM checkout install the plugin: ./scripts/apply_patch.sh DIR [--reverse]
 # Checks before it writes, changes nothing if it has been done before, and takes everything back with --reverse.
 set -euo pipefail
 

@@ -122,11 +122,12 @@ def test_it_says_what_it_shows(tmp_path: Path) -> None:
     # By hand: three batches of 8 x (1 + 2) and (P - 1) x (1 + 2) of start and end are 81, so 9 of 81 are idle.
     second = next(text for text in svg.texts if text.startswith("slowdown"))
     assert re.split(r"\s+\|\s+", second) == [
-        "slowdown 1.000 in the long run (1 = the busiest stage never waits)",
+        "slowdown 1.000 in the long run (1 = the busiest stage only computes)",
         "11% of the time shown is idle, start and end included",
     ]
     assert svg.texts.count("11%") == 4
     assert {"batch 0", "batch 1", "batch 2", "idle", "its backward"} <= set(svg.texts)
+    assert "within it" not in svg.texts, "a plan's steps take no time"
     assert "time (1 = the forward of one microbatch on the first stage)" in svg.texts
     assert svg.texts.count("7") == 4 * 2 * BATCHES, "the number of microbatch 7, in its forwards and backwards"
 
@@ -171,6 +172,7 @@ def test_a_step_that_takes_time_is_a_box_and_not_idle(tmp_path: Path) -> None:
     assert svg.ends["begin-0-0-box"] == pytest.approx((svg.ends["backward-0-0-0"][1], svg.ends["finish-0-0-box"][0]))
     assert svg.ends["finish-0-0-box"][1] == pytest.approx(svg.ends["row-0"][1])
     assert "0%" in svg.texts
+    assert "within it" in svg.texts
 
 
 def test_the_same_timeline_gives_the_same_file(tmp_path: Path) -> None:

@@ -232,7 +232,7 @@ MOE = ("--model", "moe-10b", "--microbatches", "32")
         (("--world-size", "1", "--microbatches", "1"), "a plan needs --num-layers, or --model"),
         (
             (*SMOLLM, "--world-size", "7", "--pp", "7", "--microbatches", "8"),
-            "30 layers can't be divided over --pipeline-model-parallel-size 7: give a divisor, or say which stage has",
+            "30 layers can't be divided over --pipeline-model-parallel-size 7: give a divisor, or take layers off with",
         ),
         (
             (*SMOLLM, "--world-size", "16", "--pp", "3", "--microbatches", "8"),

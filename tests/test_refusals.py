@@ -163,6 +163,14 @@ def test_skipping_is_refused_where_megatron_fails(parse: Callable[..., Namespace
             [*rows.TWO_BW, "--asyncpp-trace", __file__],
             r"can't be written to \(File exists\): give a folder",
         ),
+        ([*rows.TWO_BW, "--save", "x"], "--save needs --save-interval"),
+        ([*rows.TWO_BW, "--save", __file__, "--save-interval", "5"], r"--save .* can't be written to \(File exists\)"),
+        ([*rows.TWO_BW, "--save", "/proc/x", "--save-interval", "5"], "--save /proc/x can't be written to"),
+        (
+            [*rows.TWO_BW, "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "/nowhere"],
+            "--tokenizer-model /nowhere isn't there: give the tokenizer's file or folder",
+        ),
+        ([*rows.TWO_BW, "--vocab-file", "./nothing.json"], "--vocab-file ./nothing.json isn't there"),
         ([*rows.TWO_BW, "--asyncpp-error-feedback", "-1"], "-1.0 is no strength"),
         ([*rows.TWO_BW, "--asyncpp-error-feedback", "nan"], "nan is no strength"),
         (["--asyncpp-schedule", "1f1b", "--asyncpp-error-feedback"], "1f1b has none"),
@@ -196,6 +204,28 @@ def test_skipping_is_refused_where_megatron_fails(parse: Callable[..., Namespace
 def test_flags_that_make_no_sense_together(extra: list[str], message: str, parse: Callable[..., Namespace]) -> None:
     with pytest.raises(AsyncPPError, match=message):
         parse([*tiny_flags(), *extra])
+
+
+def test_evaluations_are_counted_even_where_there_are_none(parse: Callable[..., Namespace]) -> None:
+    flags = tiny_flags()
+    at = flags.index("--eval-interval")
+    with pytest.raises(AsyncPPError, match="--eval-iters 0 makes none: add it, such as --eval-interval 1000"):
+        parse([*flags[:at], *flags[at + 2 :], "--eval-iters", "0", *rows.TWO_BW])
+
+
+def test_a_tokenizer_of_hugging_face_needs_their_package(
+    parse: Callable[..., Namespace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = [*tiny_flags(), *rows.TWO_BW, "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "a/name"]
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(AsyncPPError, match="needs transformers, which isn't installed: pip install transformers"):
+        parse(flags)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    parse(flags)
+
+
+def test_what_is_no_path_is_left_to_who_knows_it(parse: Callable[..., Namespace]) -> None:
+    parse([*tiny_flags(), *rows.TWO_BW, "--save", "msc://bucket/run", "--save-interval", "5"])
 
 
 def test_a_trace_needs_matplotlib(

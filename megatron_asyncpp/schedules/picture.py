@@ -62,8 +62,8 @@ def draw(
             take time or none.
         out: the file, .png or .svg.
         name: what it is a timeline of, such as "2bw".
-        slowdown: time per batch in the long run, against a pipeline whose slowest stage never waits; of a measured
-            timeline, over the time shown.
+        slowdown: time per batch in the long run, against a pipeline whose slowest stage runs nothing but forwards
+            and backwards; of a measured timeline, over the time shown.
         unit: what the times are in. One of "forwards" is the time that the first stage takes for a forward; "seconds"
             are those of a measured timeline.
         microbatches: the fewest and the most of a batch; by default as many as there are forwards of it.
@@ -103,7 +103,8 @@ def _figure(spans: Sequence[Span], name: str, slowdown: float, unit: str, counts
     if counts is None:
         counts = (min(microbatches.values()), max(microbatches.values()))
     _title(figure, name, len(stages), counts, slowdown, sum(idle) / len(idle), unit)
-    _legend(figure, sorted({action.batch for _, action in _boxes(spans, Compute)}), numbers)
+    stepping = any(span.end > span.start for span in spans if isinstance(span.action, Begin | Finish))
+    _legend(figure, sorted({action.batch for _, action in _boxes(spans, Compute)}), numbers, stepping)
     return figure
 
 
@@ -308,14 +309,14 @@ def _title(
     measured = unit == "seconds"
     second = (
         f"slowdown {slowdown:.3f} {'over the time shown' if measured else 'in the long run'} "
-        f"(1 = the busiest stage never waits)   |   "
+        f"(1 = the busiest stage only computes)   |   "
         f"{idle:.0%} of the time shown is idle{'' if measured else ', start and end included'}"
     )
     figure.text(0.012, 1 - 0.14 / height, first, va="top", fontsize=13, fontweight="bold", color=_INK)
     figure.text(0.012, 1 - 0.43 / height, second, va="top", fontsize=10.5, color=_INK)
 
 
-def _legend(figure: Figure, batches: Sequence[int], numbers: _Numbers) -> None:
+def _legend(figure: Figure, batches: Sequence[int], numbers: _Numbers, stepping: bool) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
@@ -332,6 +333,8 @@ def _legend(figure: Figure, batches: Sequence[int], numbers: _Numbers) -> None:
         Line2D([], [], marker="^", color=_STEP, lw=0, markersize=6, label="optimizer step of batch k begins"),
         Line2D([], [], marker="v", color=_STEP, lw=0, markersize=6, label="it is finished: V(k+1) exists"),
     ]
+    if stepping:
+        steps.append(Patch(facecolor=_STEP, label="within it"))
     which: list[Artist] = []
     for first in batches[: len(_COLORS)]:
         same = [str(batch) for batch in batches if batch % len(_COLORS) == first % len(_COLORS)]

@@ -35,7 +35,7 @@ def main(flags: Sequence[str], iterations: int, warm_up: int) -> None:
     # An iteration is from one call of train_step to the next, so logging is in it, and the last has no end.
     counts = range(warm_up, iterations - 2)
     starts: list[float] = []
-    profile = cProfile.Profile()
+    profile = cProfile.Profile(time.thread_time)  # else the wait for a message is that of who waits
 
     def marked(function: Any) -> Any:
         @functools.wraps(function)
