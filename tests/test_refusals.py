@@ -224,8 +224,12 @@ def test_a_tokenizer_of_hugging_face_needs_their_package(
     parse(flags)
 
 
-def test_what_is_no_path_is_left_to_who_knows_it(parse: Callable[..., Namespace]) -> None:
+def test_what_is_no_path_is_left_to_who_knows_it(
+    parse: Callable[..., Namespace], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     parse([*tiny_flags(), *rows.TWO_BW, "--save", "msc://bucket/run", "--save-interval", "5"])
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_trace_needs_matplotlib(
