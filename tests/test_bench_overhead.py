@@ -27,7 +27,7 @@ def test_a_log_that_is_not_whole_is_refused(text: str, sentence: str) -> None:
         overhead.report_of(text)
 
 
-def reports(variant: str, count: int, own: tuple[float, float], thread: tuple[float, float]) -> list[list[Report]]:
+def reports(own: tuple[float, float], thread: tuple[float, float]) -> list[list[Report]]:
     """Of three rounds; most iterations were disturbed, and in one round the profiler was."""
     return [
         [Report([t, *[1e6] * 9, 0.0][:length], {"f": (o * more, 3.0)}) for t, o in zip(thread, own, strict=True)]
@@ -38,11 +38,11 @@ def reports(variant: str, count: int, own: tuple[float, float], thread: tuple[fl
 def test_the_cost_of_a_microbatch_and_of_an_iteration_are_told_apart() -> None:
     few, many = overhead.FEW, overhead.MANY
     measured = {
-        ("1f1b", few): reports("1f1b", few, (0.5, 0.5), (30.0, 20.0)),
-        ("1f1b", many): reports("1f1b", many, (0.5, 0.5), (110.0, 120.0)),
+        ("1f1b", few): reports((0.5, 0.5), (30.0, 20.0)),
+        ("1f1b", many): reports((0.5, 0.5), (110.0, 120.0)),
         # On stage 0 it is 2 + 0.25 M, and on stage 1 it is 1 + 0.5 M, and the thread takes as much longer.
-        ("2bw", few): reports("2bw", few, (2.5 + 0.25 * few, 1.5 + 0.5 * few), (33.0, 23.0)),
-        ("2bw", many): reports("2bw", many, (2.5 + 0.25 * many, 1.5 + 0.5 * many), (117.0, 131.0)),
+        ("2bw", few): reports((2.5 + 0.25 * few, 1.5 + 0.5 * few), (33.0, 23.0)),
+        ("2bw", many): reports((2.5 + 0.25 * many, 1.5 + 0.5 * many), (117.0, 131.0)),
     }
     rows = overhead.costs("2bw", measured)
     assert [(row["stage"], row["microbatch_ms"], row["iteration_ms"]) for row in rows] == [
