@@ -45,7 +45,9 @@ def check(row: Row, ranks: list[Extra]) -> None:
         assert abs(extra.running - expected) <= SCALARS, f"while running {extra.running - expected} too much, {where}"
         # Megatron's own step is in one piece, so it holds more temporaries of its inner optimizer for a moment.
         momentary = 4 * PART if row.feedback else 0
-        assert extra.step <= extra.megatrons_step + momentary, f"stepping takes {extra.step} for a moment, {where}"
+        # Of Megatron's scalars one or another outlives a log line: its own figures vary by 1 to 4 bytes between runs.
+        most = extra.megatrons_step + momentary + SCALARS
+        assert extra.step <= most, f"stepping takes {extra.step} for a moment, {where}"
         assert extra.stepping <= expected + momentary + SCALARS, f"stepping takes too much, {where}"
         assert extra.activations <= 0, f"more activations, {where}"
         assert extra.collectives == 0, f"larger collectives, {where}"

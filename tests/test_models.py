@@ -30,6 +30,7 @@ SIZES = {
 TRAINING = (
     *("--micro-batch-size", "1", "--train-iters", "10", "--lr", "1e-3", "--bf16", "--use-distributed-optimizer"),
     *("--tokenizer-type", "NullTokenizer", "--rerun-mode", "disabled", "--asyncpp-schedule", "2bw"),
+    *("--eval-interval", "1000"),
 )
 # In place of GPUs.
 ON_CPU = (
