@@ -20,7 +20,7 @@ def main(args: argparse.Namespace) -> int:
     Raises:
         AsyncPPError: there is no model of that name.
     """
-    model = models.model(args.model)
+    model = models.model(args.model, "flags")
     for words in models.grouped(model.flags):
         print(" ".join(words))
     shape = flags.shape(list(model.flags))

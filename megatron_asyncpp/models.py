@@ -97,14 +97,18 @@ MODELS = {
 }
 
 
-def model(name: str) -> Model:
+def model(name: str, named_by: str = FLAG) -> Model:
     """The model of that name.
+
+    Args:
+        name: a key of MODELS.
+        named_by: the flag or command that has the name, for the error's text.
 
     Raises:
         AsyncPPError: there is none.
     """
     if name not in MODELS:
-        raise AsyncPPError(f"there is no model {name}: take one of {', '.join(MODELS)}")
+        raise AsyncPPError(f"{named_by} {name} is no model that is known: take one of {', '.join(MODELS)}")
     return MODELS[name]
 
 

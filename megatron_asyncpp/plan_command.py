@@ -75,7 +75,7 @@ def _flags(args: argparse.Namespace) -> tuple[list[str], int]:
     own: list[str] = []
     world_size = args.world_size
     if args.model is not None:
-        model = models.model(args.model)
+        model = models.model(args.model, "--model")
         own = [models.FLAG, args.model]
         laid_out = sizes or any(word.partition("=")[0] in _SIZES.values() for word in args.megatron)
         if world_size is None and not laid_out:
@@ -91,13 +91,13 @@ def _check_fits(request: Request, rows: list[Row], limit: float) -> None:
         return
     other = alternatives.nearest(request, limit)
     way_out = (
-        "no layout of it does on up to 64 times as many: recompute with --recompute-granularity full, or take a "
-        "smaller --micro-batch-size"
+        ", and so does every layout for the same batch on up to 64 times as many GPUs: recompute with "
+        "--recompute-granularity full, or take a smaller --micro-batch-size"
         if other is None
-        else f"the nearest that fits, for the same batch, is {_layout(other)}"
+        else f": the nearest that fits, for the same batch, is {_layout(other)}"
     )
     raise AsyncPPError(
-        f"stage {worst.stage} takes {worst.total / 1e9:.1f} GB and --memory-gb is {limit / 1e9:g}: {way_out}"
+        f"stage {worst.stage} takes {worst.total / 1e9:.1f} GB, more than --memory-gb {limit / 1e9:g}{way_out}"
     )
 
 

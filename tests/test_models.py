@@ -194,7 +194,7 @@ def test_an_unknown_model_is_one_sentence(words: list[str], capsys: pytest.Captu
     with mock.patch("sys.argv", ["pretrain", *words]), pytest.raises(SystemExit) as leaving:
         arguments.parse_args()
     assert leaving.value.code == 2
-    told = "megatron_asyncpp: there is no model gpt-5: take one of smollm2-135m, smollm2-360m, moe-2b, moe-10b\n"
+    told = f"megatron_asyncpp: {models.FLAG} gpt-5 is no model that is known: take one of {', '.join(SIZES)}\n"
     assert capsys.readouterr().err == told
 
 

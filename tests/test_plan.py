@@ -226,10 +226,13 @@ MOE = ("--model", "moe-10b", "--microbatches", "32")
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--model", "gpt-5"), "there is no model gpt-5: take one of smollm2-135m, smollm2-360m, moe-2b, moe-10b"),
+        (
+            ("--model", "gpt-5"),
+            "--model gpt-5 is no model that is known: take one of smollm2-135m, smollm2-360m, moe-2b, moe-10b",
+        ),
         (("--pp", "2"), "a plan needs --world-size, the number of GPUs: give it"),
         (SMOLLM, "a plan needs --microbatches, or --global-batch-size: give one of them"),
-        (("--world-size", "1", "--microbatches", "1"), "a plan needs --num-layers, or --model"),
+        (("--world-size", "1", "--microbatches", "1"), "a plan needs --num-layers, at least 1: give Megatron's flags"),
         (
             (*SMOLLM, "--world-size", "7", "--pp", "7", "--microbatches", "8"),
             "30 layers can't be divided over --pipeline-model-parallel-size 7: give a divisor, or take layers off with",
@@ -281,7 +284,7 @@ def test_what_does_not_fit_gets_the_nearest_layout_that_does(capsys: pytest.Capt
     told = refused(*MOE, "--memory-gb", "24", capsys=capsys)
     start, found, layout = told.partition(": the nearest that fits, for the same batch, is ")
     assert start.startswith("stage 0 takes ")
-    assert start.endswith(" GB and --memory-gb is 24")
+    assert start.endswith(" GB, more than --memory-gb 24")
     assert found
     words = layout.split()
     again = plan("--model", "moe-10b", *words, "--memory-gb", "24", capsys=capsys)
@@ -289,7 +292,9 @@ def test_what_does_not_fit_gets_the_nearest_layout_that_does(capsys: pytest.Capt
     assert again["tokens_per_batch"] == 32 * 8 * 8192
     roomy = plan(*MOE, "--memory-gb", "80", capsys=capsys)
     assert roomy["world_size"] == 64
-    assert "no layout of it does on up to 64 times as many" in refused(*MOE, "--memory-gb", "0.1", capsys=capsys)
+    assert "so does every layout for the same batch on up to 64 times as many GPUs: recompute" in refused(
+        *MOE, "--memory-gb", "0.1", capsys=capsys
+    )
 
 
 @pytest.mark.parametrize("layout", ["Et*7|t*8|t*8|t*7L", "Ettttttt|t*8|(tt)*4|(t)*7L", "Et*7|(t*8|)*2t*7L"])

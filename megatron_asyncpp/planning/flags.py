@@ -163,7 +163,9 @@ def architecture(args: Namespace) -> Architecture:
     for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length"):
         value = getattr(args, name)
         if value is None or value < 1:
-            raise AsyncPPError(f"a plan needs --{name.replace('_', '-')}, or --model: give it a number from 1 on")
+            raise AsyncPPError(
+                f"a plan needs --{name.replace('_', '-')}, at least 1: give Megatron's flags after --, or a --model"
+            )
     vocabulary, multiple = args.vocab_size, args.make_vocab_size_divisible_by
     if args.padded_vocab_size is not None:
         vocabulary, multiple = args.padded_vocab_size, 1
