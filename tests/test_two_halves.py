@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Generator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -147,3 +149,44 @@ def test_a_rank_that_is_gone_stops_the_others_with_a_message(kind: str) -> None:
     assert all(rank.exit_code for rank in failed.value.run.ranks)
     if kind == "hang":  # the others of a rank that dies may notice it at the next message already
         assert "the gradient norm of batch 3 did not arrive from all ranks" in str(failed.value)
+
+
+class Sum:
+    """A sum that is under way until it is told that it is over."""
+
+    over = False
+
+    def is_completed(self) -> bool:
+        return self.over
+
+    def wait(self) -> None:
+        assert self.over, "it was waited for"
+
+
+def test_what_was_begun_goes_on_each_time_it_is_asked() -> None:
+    """On a GPU the second sum is started by an ask, between two messages, after the first is over."""
+    from megatron_asyncpp.runtime.agreement import Agreement
+    from megatron_asyncpp.runtime.step import TwoHalfStep
+
+    first, second, started = Sum(), Sum(), []
+
+    def sums() -> Generator[Sum, None, float]:
+        for one in (first, second):
+            started.append(one)
+            yield one
+        return 5.0
+
+    step = object.__new__(TwoHalfStep)
+    step._begun = None
+    step.poll()
+    step._begun = SimpleNamespace(what=SimpleNamespace(batch=0), agreement=Agreement(sums()))
+    step.poll()
+    assert started == [first]
+    first.over = True
+    step.poll()
+    assert started == [first, second]
+    assert not step._begun.agreement.reached
+    second.over = True
+    step.poll()
+    assert step._begun.agreement.reached
+    assert step._begun.agreement.wait() == 5.0

@@ -104,7 +104,7 @@ def _names_cuda(device: Any) -> bool:
 def _makes_on_cpu(factory: Any) -> Any:
     @functools.wraps(factory)
     def make(*args: Any, **kwargs: Any) -> Any:
-        if _names_cuda(kwargs.get("device")):
+        if "device" in kwargs and _names_cuda(kwargs["device"]):
             kwargs["device"] = _CPU
         return factory(*args, **kwargs)
 

@@ -33,6 +33,11 @@ class Agreement[T]:
         self._resume()
         self.poll()
 
+    @property
+    def reached(self) -> bool:
+        """Whether the answer is there, so that there is nothing to ask or to wait for."""
+        return self._handle is None
+
     def poll(self) -> None:
         """Go on as far as that is possible without waiting."""
         while self._handle is not None and self._handle.is_completed():

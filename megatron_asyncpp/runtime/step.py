@@ -281,7 +281,7 @@ class TwoHalfStep(Step):
 
     @override
     def poll(self) -> None:
-        if self._begun is not None:
+        if self._begun is not None and not self._begun.agreement.reached:  # asked after every action
             with _blaming_others(self._begun.what.batch):
                 self._begun.agreement.poll()
 
