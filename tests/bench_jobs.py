@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
@@ -16,6 +17,18 @@ def prints(stdout: dict[int, str], stderr: dict[int, str], fails: int | None, se
     if rank == fails:
         sys.exit("it failed")
     time.sleep(seconds)
+
+
+def computes(line: str, seconds: float) -> None:
+    """Print a line, be busy for so many seconds, and print at which moments it was: a list of ``time.monotonic``."""
+    print(line, flush=True)
+    moments: list[float] = []
+    until = time.thread_time() + seconds
+    while time.thread_time() < until:
+        moments.append(time.monotonic())
+        while time.monotonic() < moments[-1] + 1e-3:
+            pass
+    print(json.dumps(moments))
 
 
 def exchanges(message: float, folder: Path) -> None:

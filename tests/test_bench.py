@@ -59,8 +59,9 @@ def report_line(late: int, calls: int) -> str:
 @pytest.fixture
 def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where runs leave what they leave."""
+    # The harness's, which has imported nearly all that the bench's own would import; it has a folder of its own.
+    server()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    server()  # the harness's, which has imported nearly all that the bench's own would import
     return tmp_path
 
 

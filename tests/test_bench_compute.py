@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from scripts.bench import compute, ranks
 from scripts.bench.compute import Result
 from scripts.bench.measure import Length
 from scripts.bench.run import RunError
+from scripts.bench.turns import RunningTime
 from tests.harness.run import server
 
 LENGTH = Length(warm_up=1, iterations=3, rounds=2)
@@ -19,13 +21,15 @@ TIMES = {"1f1b": (150.0, 160.0), "interleaved": (130.0, 125.0), "2bw": (104.0, 1
 RESULTS = {(2, variant): [Result(time, 10.0, 20.0) for time in times] for variant, times in TIMES.items()}
 
 
-def log(times: list[float], forward: float | None = None) -> str:
-    lines = [
-        f" iteration {i:8d}/{len(times):8d} | elapsed time per iteration (ms): {elapsed:.1f} |\n"
-        for i, elapsed in enumerate(times, start=1)
-    ]
-    parts = {} if forward is None else {"forward": {"own_ms": forward}, "backward": {"own_ms": 2 * forward}}
-    return "".join([*lines, f"bench report: {json.dumps({'rank': 0, **parts})}\n"])
+def output(ends: list[float], forward: tuple[float, float], backward: tuple[float, float]) -> str:
+    """Of a rank whose iterations end at these moments, in seconds, and whose forwards and backwards are all alike."""
+    spans = {
+        "iteration": [(0.0, end) for end in ends],
+        # Those of the warm-up, M = 2, take longer.
+        "forward": [(0.0, 9.0)] * 2 + [forward] * len(ends),
+        "backward": [(0.0, 9.0)] * 2 + [backward] * len(ends),
+    }
+    return f"a line\nbench report: {json.dumps({'rank': 0, **spans})}\n"
 
 
 @pytest.mark.parametrize(
@@ -80,14 +84,21 @@ def test_a_wide_lead_runs_where_there_are_enough_microbatches() -> None:
     ]
 
 
-def test_a_result_is_of_the_rank_that_logs_or_of_both_processes_of_the_bound() -> None:
-    times = [[900.0, 10.0, 12.0, 50.0, 1.0], [900.0, 20.0, 24.0, 50.0, 1.0]]
-    assert compute.read("2bw", [log([], 4.0), log(times[1], 6.0)], LENGTH) == Result(24.0, 5.0, 10.0)
+def test_a_result_is_the_mean_of_both_ranks_without_the_time_in_which_they_were_stopped() -> None:
+    # Stopped from 3 to 10. One iteration of warm-up, three that count, and the last one doesn't.
+    ran = RunningTime([(0.0, 3.0), (10.0, 99.0)])
+    first = output([1.0, 2.0, 11.0, 13.0, 50.0], (0.0, 0.25), (1.0, 1.5))
+    outputs = [first, output([1.0, 10.0, 12.0, 14.0, 50.0], (2.75, 10.25), (12.0, 13.0))]
+    read = partial(compute.read, outputs=outputs, ran=ran, microbatches=2, length=LENGTH)
+    found = read("2bw")
+    # From 1 to 6 = 13 - 7 takes 5 seconds, and from 1 to 7 = 14 - 7 takes 6.
+    assert found.iteration_ms == pytest.approx(1000 * (5 / 3 + 6 / 3) / 2)
+    assert (found.forward_ms, found.backward_ms) == pytest.approx((375.0, 750.0))
     # A chunk of interleaved 1F1B is half a stage.
-    assert compute.read("interleaved", [log([], 2.0), log(times[1], 3.0)], LENGTH) == Result(24.0, 5.0, 10.0)
-    assert compute.read("bound", [log(times[0], 4.0), log(times[1], 6.0)], LENGTH) == Result(18.0, 5.0, 10.0)
+    assert read("interleaved").forward_ms == pytest.approx(750.0)
+    outputs[1] = output([1.0, 10.0, 12.0, 14.0], (2.75, 10.25), (12.0, 13.0))
     with pytest.raises(ValueError, match="4 of 5"):
-        compute.read("bound", [log(times[0], 4.0), log(times[1][1:], 6.0)], LENGTH)
+        read("bound")
 
 
 def test_ratios_are_taken_round_by_round() -> None:

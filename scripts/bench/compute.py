@@ -2,9 +2,9 @@
 
     python scripts/bench/compute.py
 
-Megatron's 1F1B, its interleaved 1F1B, 2BW, and 2BW with a wide lead where M allows it take turns, round by round, with
+Megatron's 1F1B, its interleaved 1F1B, 2BW, and 2BW with a wide lead where M allows it take turns of some seconds with
 the bound: two processes that know nothing of each other, each of which trains one stage's layers on as many
-microbatches, so without any communication.
+microbatches, so without any communication. All are alive at the same time, which takes 10 GB of memory.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import math
 import os
 import statistics
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,10 @@ from megatron_asyncpp.processes import exit_on_signals
 from megatron_asyncpp.schedules import slowdown
 from scripts.bench import ranks
 from scripts.bench.command import Parser, exit_code
-from scripts.bench.measure import Length, report_of, steady_iterations
+from scripts.bench.measure import LAST, Length, report_of
 from scripts.bench.ranks import Job
-from scripts.bench.run import TRAINING, followed
+from scripts.bench.run import TRAINING
+from scripts.bench.turns import RunningTime, in_turns
 from scripts.bench.variants import BACKWARD, VARIANTS
 
 STAGES = 2
@@ -40,6 +42,9 @@ _LAYERS = 2  # of a stage, so that interleaved 1F1B can split it
 # To start a run takes so many seconds, measured.
 _START_S = 5.0
 _PATIENCE = 600.0
+# Of the bound, and as much longer for a variant as its iterations take, so that all end at about the same moment. Long
+# beside the time that it takes to fill the caches again.
+_TURN_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -47,9 +52,8 @@ class Result:
     """One run.
 
     Attributes:
-        iteration_ms: the median time per iteration; of the bound, the mean of both processes' medians.
-        forward_ms: the median time of a stage's forward, the mean of both stages; nothing else is in it but waits for
-            a core.
+        iteration_ms: the mean time per iteration, of both stages or processes.
+        forward_ms: the median time of a stage's forward, the mean of both stages.
         backward_ms: the same of a backward.
     """
 
@@ -66,7 +70,7 @@ class Ratio:
         of: the name of the slower one, as expected.
         to: that of the faster one.
         predicted: without any cost but F and B.
-        rounds: the ratio of their iterations' times in each round.
+        rounds: the ratio of their times per iteration in each round.
     """
 
     of: str
@@ -121,12 +125,12 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--seq-length", type=int, default=512, metavar="N", help="default %(default)s")
     parser.add_argument("--hidden-size", type=int, default=512, metavar="N", help="default %(default)s")
     parser.add_argument(
-        "--iterations", type=int, default=4, metavar="N", help="that count, of each run, default %(default)s"
+        "--iterations", type=int, default=8, metavar="N", help="that count, of each run, default %(default)s"
     )
     parser.add_argument(
         "--warm-up", type=int, default=2, metavar="N", help="iterations before those, default %(default)s"
     )
-    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="runs of each variant, default %(default)s")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="runs of each variant, default %(default)s")
     parser.add_argument("--json", action="store_true", help="print one JSON object; the table goes to standard error")
     args = parser.parse_args(argv)
     for name in ("iterations", "warm_up", "rounds", "seq_length", "hidden_size"):
@@ -153,7 +157,6 @@ def variants_at(microbatches: int) -> list[str]:
 def job_of(variant: str, args: argparse.Namespace, microbatches: int, length: Length) -> Job:
     """What the ranks of a variant's run do."""
     alone = variant == "bound"
-    chunks = 1 if alone else VARIANTS[variant].chunks
     stages = 1 if alone else STAGES
     flags = [
         *("--pipeline-model-parallel-size", str(stages), "--num-layers", str(stages * _LAYERS)),
@@ -165,27 +168,40 @@ def job_of(variant: str, args: argparse.Namespace, microbatches: int, length: Le
         *TRAINING.split(),
         *(() if alone else VARIANTS[variant].flags),
     ]
-    # Stages that last no longer than they compute.
-    arguments = {"flags": flags, "warm_up": length.warm_up * microbatches * chunks, "forward": 0.0, "backward": 0.0}
     return Job(
-        "scripts.bench.sleeping_stages:main", arguments, ranks=stages, copies=STAGES if alone else 1, pinned=True
+        "scripts.bench.computing_stages:main",
+        {"flags": flags},
+        ranks=stages,
+        copies=STAGES if alone else 1,
+        pinned=True,
     )
 
 
-def read(variant: str, outputs: list[str], length: Length) -> Result:
+def read(variant: str, outputs: list[str], ran: RunningTime, microbatches: int, length: Length) -> Result:
     """What a run's ranks printed.
+
+    Args:
+        variant: its name.
+        outputs: of its ranks, or of both processes of the bound.
+        ran: when it ran and when it was stopped.
+        microbatches: M.
+        length: of the run.
 
     Raises:
         ValueError: it isn't that of a whole run.
     """
-    logs = outputs if variant == "bound" else outputs[-1:]  # else only the last rank logs
-    times = [statistics.median(steady_iterations(log, length)) for log in logs]
-    reports = [report_of(output) for output in outputs]
     chunks = 1 if variant == "bound" else VARIANTS[variant].chunks
-    forward, backward = (
-        chunks * statistics.mean(report[kind]["own_ms"] for report in reports) for kind in ("forward", "backward")
-    )
-    return Result(statistics.mean(times), forward, backward)
+    figures: dict[str, list[float]] = {"iteration": [], "forward": [], "backward": []}
+    for report in map(report_of, outputs):
+        ends = [ran.at(end) for _, end in report["iteration"]]
+        if len(ends) != length.of_a_run:
+            raise ValueError(f"the report has {len(ends)} of {length.of_a_run} iterations")
+        first, last = length.warm_up - 1, length.of_a_run - LAST - 1
+        figures["iteration"].append((ends[last] - ends[first]) / length.iterations)
+        for kind in _KINDS:
+            times = [ran.at(end) - ran.at(began) for began, end in report[kind]]
+            figures[kind].append(chunks * statistics.median(times[length.warm_up * microbatches * chunks :]))
+    return Result(**{f"{kind}_ms": 1000 * statistics.mean(values) for kind, values in figures.items()})
 
 
 def ratios(results: dict[tuple[int, str], list[Result]], microbatches: int) -> list[Ratio]:
@@ -253,21 +269,22 @@ def _measure(args: argparse.Namespace, length: Length, results: dict[tuple[int, 
         bar.set_description("importing Megatron")
         ranks.server()
         done = 0
-        for number in range(args.rounds):
-            for microbatches, variant in results:
-                bar.set_description(f"{variant}, M={microbatches}, round {number + 1}/{args.rounds}", refresh=False)
-                job = job_of(variant, args, microbatches, length)
-                results[microbatches, variant].append(_run(variant, job, length, _counts(bar, done)))
-                done += length.of_a_run
-                bar.update(done - bar.n)
-
-
-def _run(variant: str, job: Job, length: Length, progress: Callable[[int], None]) -> Result:
-    return followed(variant, lambda folder: job, _PATIENCE, progress, lambda outputs: read(variant, outputs, length))
-
-
-def _counts(bar: Any, before: int) -> Callable[[int], None]:
-    return lambda iterations: bar.update(before + iterations - bar.n)
+        for number, microbatches in product(range(args.rounds), args.microbatches):
+            bar.set_description(f"M={microbatches}, round {number + 1}/{args.rounds}", refresh=False)
+            variants = variants_at(microbatches)
+            found = in_turns(
+                f"M={microbatches}",
+                {variant: job_of(variant, args, microbatches, length) for variant in variants},
+                {variant: _TURN_S * _slowdown(variant, microbatches) for variant in variants},
+                length.warm_up,
+                _PATIENCE,
+                lambda logged, done=done: bar.update(done + logged - bar.n),
+                partial(read, microbatches=microbatches, length=length),
+            )
+            for variant, result in found.items():
+                results[microbatches, variant].append(result)
+            done += len(variants) * length.of_a_run
+            bar.update(done - bar.n)
 
 
 def _seconds(results: dict[tuple[int, str], list[Result]], length: Length) -> float:

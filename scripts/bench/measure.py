@@ -133,8 +133,8 @@ def steady_iterations(log: str, length: Length) -> list[float]:
     return times[length.warm_up : -LAST]
 
 
-def report_of(log: str) -> dict[str, dict[str, float]]:
-    """What a rank reported about each kind of its steps, see ``timed.report``.
+def report_of(log: str) -> dict[str, Any]:
+    """What a rank reported about each kind of its steps: ``timed.report``, or spans of ``computing_stages``.
 
     Args:
         log: all that the rank printed.

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -112,58 +113,79 @@ def followed[Result](
         RunError: a rank failed or the run hung, or the output can't be read. It is left in the folder that the
             message names.
     """
-    folder = Path(tempfile.mkdtemp(prefix="bench_"))
-    try:
+    with kept_if_it_fails(name) as folder:
         job = job_in(folder)
         with started(job, folder) as processes:
-            failed = _follow(processes, folder, progress, patience)
-        ranks = [*range(job.processes)]
-        if failed is None:
-            raise RunError(_last_words(folder, ranks, f"no iteration ended in {patience:.0f} s, so it was stopped"))
-        if failed:
-            codes = ", ".join(f"{number} with {processes[number].exitcode}" for number in failed)
-            raise RunError(_last_words(folder, failed, f"ranks that ended first: {codes}"))
-        try:
-            result = read([_output(folder, number) for number in ranks])
-        except ValueError as error:
-            raise RunError(_last_words(folder, ranks, f"{error}")) from None
+            _follow(processes, folder, progress, patience)
+        return result_of(folder, job.processes, read)
+
+
+@contextlib.contextmanager
+def kept_if_it_fails(name: str) -> Iterator[Path]:
+    """A folder for the context, which is left behind by a ``RunError`` alone, whose message then names it.
+
+    Args:
+        name: of the run.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="bench_"))
+    try:
+        yield folder
     except RunError as error:
         raise RunError(f"{error}\n\nThe run {name} failed. All that its ranks printed is in {folder}.") from None
     except BaseException:  # a Ctrl-C too
         shutil.rmtree(folder, ignore_errors=True)
         raise
     shutil.rmtree(folder, ignore_errors=True)
-    return result
 
 
-def _follow(
-    processes: list[BaseProcess], folder: Path, progress: Callable[[int], None], patience: float
-) -> list[int] | None:
-    """Watch until all ranks have ended, or one has failed.
+def raise_if_failed(processes: list[BaseProcess], folder: Path) -> None:
+    """Look at the ranks. Those that failed first may drag the others along, so look often.
 
-    Returns:
-        Those that failed first, by which the others may then have been dragged along; or None if it hung.
+    Raises:
+        RunError: one has failed.
     """
-    done, since = 0, time.monotonic()
-    while running := [process for process in processes if process.exitcode is None]:
-        wait([process.sentinel for process in running], _POLL)
-        if failed := [number for number, process in enumerate(processes) if process.exitcode]:
-            return failed
-        now = _logged(folder, len(processes) - 1)
-        if now > done:
-            done, since = now, time.monotonic()
-        progress(done)
-        if time.monotonic() > since + patience:
-            return None
-    return []
+    if failed := [number for number, process in enumerate(processes) if process.exitcode]:
+        codes = ", ".join(f"{number} with {processes[number].exitcode}" for number in failed)
+        raise RunError(_last_words(folder, failed, f"ranks that ended first: {codes}"))
 
 
-def _logged(folder: Path, number: int) -> int:
+def hung(folder: Path, processes: int, patience: float) -> RunError:
+    """The error of a run that was given up."""
+    return RunError(_last_words(folder, range(processes), f"no iteration ended in {patience:.0f} s, so it was stopped"))
+
+
+def result_of[Result](folder: Path, processes: int, read: Callable[[list[str]], Result]) -> Result:
+    """Read what the ranks of a whole run printed.
+
+    Raises:
+        RunError: ``read`` raised a ValueError.
+    """
+    try:
+        return read([_output(folder, number) for number in range(processes)])
+    except ValueError as error:
+        raise RunError(_last_words(folder, range(processes), f"{error}")) from None
+
+
+def logged(folder: Path, number: int) -> int:
     """How many iterations a rank has logged; the whole log is checked in the end."""
     try:
         return len(logged_iterations(_output(folder, number)))
     except ValueError:
         return 0
+
+
+def _follow(processes: list[BaseProcess], folder: Path, progress: Callable[[int], None], patience: float) -> None:
+    """Watch until all ranks have ended."""
+    done, since = 0, time.monotonic()
+    while running := [process for process in processes if process.exitcode is None]:
+        wait([process.sentinel for process in running], _POLL)
+        raise_if_failed(processes, folder)
+        now = logged(folder, len(processes) - 1)
+        if now > done:
+            done, since = now, time.monotonic()
+        progress(done)
+        if time.monotonic() > since + patience:
+            raise hung(folder, len(processes), patience)
 
 
 def _output(folder: Path, number: int, stream: str = "stdout") -> str:
@@ -172,7 +194,7 @@ def _output(folder: Path, number: int, stream: str = "stdout") -> str:
     return path.read_text(errors="replace") if path.exists() else ""
 
 
-def _last_words(folder: Path, ranks: list[int], why: str) -> str:
+def _last_words(folder: Path, ranks: Iterable[int], why: str) -> str:
     """The last lines of some ranks' output, and why they are shown."""
     parts = []
     for rank in ranks:

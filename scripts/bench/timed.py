@@ -29,8 +29,7 @@ class TimedStep:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Take the step, and sleep until its time is over."""
         ends = time.perf_counter() + self._seconds
-        if self._seconds:
-            time.sleep(_SETTLES * self._seconds)
+        time.sleep(_SETTLES * self._seconds)
         began = time.perf_counter()
         result = self._step(*args, **kwargs)
         self.own.append(time.perf_counter() - began)
