@@ -186,6 +186,7 @@ def _follow(processes: list[BaseProcess], folder: Path, progress: Callable[[int]
         progress(done)
         if time.monotonic() > since + patience:
             raise hung(folder, len(processes), patience)
+    raise_if_failed(processes, folder)  # the last one may have ended since the look above
 
 
 def _output(folder: Path, number: int, stream: str = "stdout") -> str:

@@ -51,8 +51,17 @@ class _Alive:
 
     @property
     def running(self) -> list[BaseProcess]:
-        """Its processes that haven't ended."""
-        return [process for process in self.processes if process.exitcode is None]
+        """Its processes that haven't ended.
+
+        Raises:
+            RunError: one has failed. Whoever looks is told, so no failure is overlooked that comes between two looks.
+        """
+        running = [process for process in self.processes if process.exitcode is None]
+        try:
+            raise_if_failed(self.processes, self.folder)
+        except RunError as error:
+            raise RunError(f"{error} ({self.name})") from None
+        return running
 
     @property
     def logged(self) -> int:
@@ -65,24 +74,17 @@ class _Alive:
         Raises:
             RunError: one has failed, or the job hangs.
         """
-        try:
-            self._run(seconds)
-            iterations, ran = self.logged, sum(end - begin for begin, end in self.turns)
-            if iterations > self._heard[0]:
-                self._heard = (iterations, ran)
-            elif self.running and ran > self._heard[1] + self._patience:
-                raise hung(self.folder, len(self.processes), self._patience)
-        except RunError as error:
-            raise RunError(f"{error} ({self.name})") from None
-
-    def _run(self, seconds: float) -> None:
         began = time.monotonic()
         self._send(signal.SIGCONT)
         while (left := began + seconds - time.monotonic()) > 0 and (running := self.running):
             wait([process.sentinel for process in running], left)
-            raise_if_failed(self.processes, self.folder)
         self._send(signal.SIGSTOP)
         self.turns.append((began, time.monotonic()))
+        iterations, ran = self.logged, sum(end - begin for begin, end in self.turns)
+        if iterations > self._heard[0]:
+            self._heard = (iterations, ran)
+        elif self.running and ran > self._heard[1] + self._patience:
+            raise RunError(f"{hung(self.folder, len(self.processes), self._patience)} ({self.name})")
 
     def _send(self, number: signal.Signals) -> None:
         for process in self.running:
