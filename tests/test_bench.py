@@ -379,7 +379,7 @@ def test_every_variant_really_runs_and_none_beats_its_theory(
     for row in rows:
         assert row["slowdown"] > 0.97 * row["theory"], row  # a busy machine only adds to it
         assert row["steps"] > 0 and [len(times) for times in row["rounds_ms"]] == [3]
-    assert list(folders.iterdir()) == []
+    assert list(folders.glob("bench_*")) == []  # torch may make one for its compiler
 
 
 def test_one_real_run_from_elsewhere(tmp_path: Path) -> None:
