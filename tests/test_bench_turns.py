@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -75,6 +76,12 @@ def test_a_rank_that_fails_stops_all(folders: Path) -> None:
     assert time.monotonic() - before < 50
     (kept,) = folders.iterdir()
     assert f"{kept}" in str(told.value)
+
+
+def test_a_failure_between_two_looks_is_seen(tmp_path: Path) -> None:
+    ended: Any = SimpleNamespace(exitcode=1)
+    with pytest.raises(RunError, match=r"0 with 1 \(bad\)"):
+        turns._Alive("bad", [ended], tmp_path, 60.0).take_turn(0.0)
 
 
 def test_a_job_that_hangs_is_given_up(folders: Path) -> None:

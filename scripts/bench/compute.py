@@ -4,7 +4,7 @@
 
 Megatron's 1F1B, its interleaved 1F1B, 2BW, and 2BW with a wide lead where M allows it take turns of some seconds with
 the bound: two processes that know nothing of each other, each of which trains one stage's layers on as many
-microbatches, so without any communication. All are alive at the same time, which takes 10 GB of memory.
+microbatches, so without any communication. All are alive at the same time, which takes some 6 GB of memory.
 """
 
 from __future__ import annotations
